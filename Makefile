@@ -1,0 +1,35 @@
+# The environment is made once, in .venv; `make PYTHON=python3.12 test` picks another Python (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint type unit golden clean
+
+demo: $(VENV)/stamp
+	$(BIN)/python examples/demo.py
+
+test: lint type unit
+
+lint: $(VENV)/stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(VENV)/stamp
+	$(BIN)/mypy
+
+unit: $(VENV)/stamp
+	$(BIN)/pytest
+
+# rewrite the texts in tests/golden, to be reviewed as a diff
+golden: $(VENV)/stamp
+	ACCEPT_GOLDEN=1 $(BIN)/pytest -k golden
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch first: it decides the versions of what the rest shares with it
+$(VENV)/stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@

@@ -1,0 +1,172 @@
+"""The one place that touches what is private in torch. Checked on torch 2.13.0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+__all__ = [
+    "DTensorSpec",
+    "lift",
+    "local_part",
+    "own",
+    "reduces_gradients",
+    "run",
+    "run_many",
+    "spec_of",
+    "wrap",
+]
+
+
+def local_part(tensor: DTensor) -> Tensor:
+    """Return this rank's part of ``tensor``, without autograd and without a copy."""
+    return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Return the mesh, placements and global shape of ``tensor`` as one cached object."""
+    return tensor._spec
+
+
+def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor whose local part is ``local``, without checks: ``from_local`` is ten times slower."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def own(gradient: Tensor) -> Tensor:
+    """Return ``gradient`` contiguous and held by nobody else: itself where that is so, else a copy.
+
+    autograd steals a gradient it may keep, and judges so by the tensor it sees. Inside a DTensor it sees the
+    wrapper, so two parameters of one sum would share memory, and the next accumulation would add to both.
+    """
+    if not gradient.is_contiguous():
+        return gradient.contiguous()
+    if type(gradient) is not Tensor or _holders(gradient) != 1:
+        return gradient.clone()
+    base = gradient._base
+    # one reference is the storage object made here; a view and its base hold the storage once each
+    expected = 2 if base is None else 3
+    holders = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    if holders != expected or (base is not None and _holders(base) != 2):
+        return gradient.clone()
+    return gradient
+
+
+def _holders(tensor: Tensor) -> int:
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def run(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
+    """Apply an autograd function that returns one tensor: ``apply`` has no types."""
+    answer: Tensor = function.apply(*inputs)
+    return answer
+
+
+def run_many(function: type[torch.autograd.Function], *inputs: Any) -> tuple[Tensor, ...]:
+    """Apply an autograd function that returns several tensors."""
+    answer: tuple[Tensor, ...] = function.apply(*inputs)
+    return answer
+
+
+def lift(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with one copy per rank where one process simulates all of them, else itself."""
+    mode = local_tensor_mode()
+    if mode is None or isinstance(tensor, (LocalTensor, DTensor)):
+        return tensor
+    return mode.rank_map(lambda rank: tensor.detach().clone())
+
+
+def reduces_gradients(module: nn.Module) -> bool | None:
+    """Return whether FSDP will reduce this module's gradients in the next backward; None where it holds none."""
+    groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+    return bool(groups[0].reduce_grads) if groups else None
+
+
+class GraphRecorder:
+    """Marks the nodes of the graph that make_fx is building, from inside the model's forward.
+
+    Each mark is a number kept in ``node.meta``, which survives the passes that export runs on the graph.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: fx.Node | None = None
+
+    def mark(self, tensor: Tensor) -> int | None:
+        """Return the mark of the node that made ``tensor``, or None where no graph is being built."""
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is None:
+            return None
+        slot: Any = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+        if slot is None:
+            return None
+        marks: list[int] = slot.proxy.node.meta.setdefault("autoshard_marks", [])
+        self._count += 1
+        marks.append(self._count)
+        return self._count
+
+    def stamp(self, call: int) -> None:
+        """Say that every node made since the last stamp belongs to module call ``call`` (-1: to none)."""
+        mode = proxy_tensor.get_proxy_mode()
+        if mode is None:
+            return
+        root: Any = mode.tracer.graph._root
+        node = root.prev
+        last = node
+        while node is not root and node is not self._last:
+            node.meta["autoshard_call"] = call
+            node = node.prev
+        self._last = last
+
+    @staticmethod
+    def marks_of(node: fx.Node) -> list[int]:
+        """Return the marks that a node carries."""
+        marks: list[int] = node.meta.get("autoshard_marks", [])
+        return marks
+
+    @staticmethod
+    def call_of(node: fx.Node) -> int:
+        """Return the module call that a node belongs to, -1 for none."""
+        call: int = node.meta.get("autoshard_call", -1)
+        return call
+
+
+def num_parameter_hooks(parameter: Tensor) -> int:
+    """Return how many hooks run on the gradient of a leaf: tensor hooks and post-accumulate-grad hooks."""
+    tables: tuple[Any, Any] = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return sum(len(table or ()) for table in tables)
+
+
+FakeMode = FakeTensorMode | None
+# what a fake tensor raises where a result depends on values that it does not have
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def fake_mode_of(values: Iterable[Tensor]) -> FakeMode:
+    """Return the mode of the first fake tensor among ``values``, or None where all are real."""
+    return detect_fake_mode(tuple(values))
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keep fake tensors from logging each operator that refuses its operands, where that is expected."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,159 @@
+"""The public functions: plan, parallelize, auto_parallelize."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from autoshard.errors import InvalidArgument, MeshMismatch
+from autoshard.pipeline import Options, run
+from autoshard.plans import Plan
+
+
+def plan(
+    model: nn.Module,
+    world: int | None = None,
+    *,
+    tp: int | None = None,
+    dp_shard: int | None = None,
+    dp_replicate: int | None = None,
+    batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    memory: float | None = None,
+    devices_per_node: int | None = None,
+    overrides: Mapping[str, str] | None = None,
+    example_inputs: Any = None,
+    dump_dir: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Plan how a model is cut over a mesh. Needs no process group and no weights; the model is left as it is.
+
+    Args:
+        model: any module, on any device, meta included.
+        world: number of ranks; the process group's size, or torchrun's, where left out.
+        tp: pinned tensor-parallel degree; what is left out is chosen.
+        dp_shard: pinned degree of sharded data parallelism.
+        dp_replicate: pinned degree of replicated data parallelism.
+        batch: sequences per data-parallel rank, 1 where left out.
+        sequence: tokens per sequence, 2048 where left out.
+        dtype: dtype of activations, such as ``"bfloat16"``; the parameters' own where left out.
+        memory: GiB of one device, 80 where left out.
+        devices_per_node: tp stays inside a node, of 8 devices where left out.
+        overrides: ``"replicate"`` by module or parameter pattern, such as ``{"layers.*.adapter": "replicate"}``.
+        example_inputs: a tuple of positional arguments, a dict of keyword arguments, or a pair of both; synthesised
+            where left out.
+        dump_dir: a directory that receives every stage as text.
+        progress: called with the name of each pass as it starts.
+
+    Raises:
+        AutoshardError: with what is wrong, where, and what to do.
+    """
+    options = Options(
+        world=_world(world),
+        tp=tp,
+        dp_shard=dp_shard,
+        dp_replicate=dp_replicate,
+        batch=batch or 1,
+        sequence=sequence or 2048,
+        dtype=dtype,
+        memory_bytes=int((80 if memory is None else memory) * 2**30),
+        devices_per_node=devices_per_node or 8,
+        overrides=overrides or {},
+        example_inputs=example_inputs,
+    )
+    made, stages = run(model, options, progress)
+    if dump_dir is not None:
+        from autoshard.dump import dump
+
+        dump(Path(dump_dir), made, stages)
+    return made
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | Mapping[str, Any] | str | Path,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+) -> nn.Module:
+    """Apply a plan to a model, in place, on every rank of a process group.
+
+    Args:
+        model: the model the plan was made for.
+        plan: a plan, its dict, or a path to its file.
+        optimizer: optimizers made before; they end on the sharded parameters, changed in place.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        AutoshardError: before anything is changed; on every rank if on one.
+    """
+    from autoshard.agree import Unanimous
+    from autoshard.execute import apply, ensure_process_group, make_mesh
+
+    ensure_process_group()
+    made = read_plan(plan)
+    with Unanimous(made):
+        if made.mesh.world != dist.get_world_size():
+            raise MeshMismatch(
+                f"the plan is for {made.mesh.world} ranks, and there are {dist.get_world_size()}",
+                got=str(made.mesh),
+                help=f"make a plan with world={dist.get_world_size()}, or start {made.mesh.world} processes",
+            )
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    return apply(model, made, make_mesh(made, device_type), optimizers)
+
+
+def auto_parallelize(
+    model: nn.Module,
+    world: int | None = None,
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Plan and apply in one call, under torchrun; takes what ``plan`` and ``parallelize`` take.
+
+    Returns:
+        ``model``, changed in place.
+    """
+    from autoshard.execute import ensure_process_group
+    from autoshard.together import together
+
+    ensure_process_group()
+    made = together(lambda: _make_plan(model, world, **options)) if plan is None else plan
+    return parallelize(model, made, optimizer=optimizer)
+
+
+def read_plan(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
+    """Return a plan given as itself, as data, or as a path."""
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, Mapping):
+        return Plan.from_dict(plan)
+    return Plan.load(plan)
+
+
+_make_plan = plan
+
+
+def _world(world: int | None) -> int:
+    if world is not None:
+        return world
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    raise InvalidArgument("the number of ranks is not known", help="pass world=, or run under torchrun")
+
+
+__all__ = ["auto_parallelize", "parallelize", "plan", "read_plan"]

@@ -1,0 +1,163 @@
+"""The command line: ``autoshard explain``, ``autoshard show`` and ``autoshard diff``.
+
+Exit codes: 0 done, 1 refused or below the gate, 2 wrong usage. torch is imported only once a model must be read.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+
+from autoshard.diff import differences, render_differences
+from autoshard.errors import AutoshardError, CoverageTooLow
+from autoshard.layout import to_text
+from autoshard.plans import Plan
+from autoshard.report import render, render_passes
+from autoshard.words import percent
+
+_TRACEBACK = "autoshard.traceback"
+_MIN_WIDTH, _MAX_WIDTH = 60, 120
+_DTYPES = click.Choice(["float32", "bfloat16", "float16", "float64"])
+
+
+class _Command(click.Command):
+    """A command that prints a refusal as text and exits with 1, unless ``--traceback`` asks for more."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AutoshardError as error:
+            if ctx.meta.get(_TRACEBACK):
+                raise
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+
+
+def _remember_traceback(ctx: click.Context, _option: click.Parameter, value: bool) -> None:
+    ctx.meta[_TRACEBACK] = value
+
+
+_traceback = click.option(
+    "--traceback",
+    is_flag=True,
+    expose_value=False,
+    callback=_remember_traceback,
+    help="Show where an error was raised.",
+)
+
+
+def _overrides(_ctx: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """Read ``PATTERN=replicate`` options."""
+    found: dict[str, str] = {}
+    for value in values:
+        pattern, equals, decision = value.rpartition("=")
+        if not (equals and pattern and decision):
+            raise click.BadParameter(f"{value!r} is not PATTERN=replicate")
+        found[pattern] = decision
+    return found
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="autoshard")
+def main() -> None:
+    """Infer and explain how a PyTorch model is cut over a device mesh."""
+
+
+_POSITIVE = click.IntRange(min=1)
+
+
+@main.command(cls=_Command)
+@click.argument("target")
+@click.option("--world", type=_POSITIVE, required=True, help="Number of ranks.")
+@click.option("--tp", type=_POSITIVE, help="Pin the tensor-parallel degree.")
+@click.option("--dp-shard", type=_POSITIVE, help="Pin the FSDP degree.")
+@click.option("--dp-replicate", type=_POSITIVE, help="Pin the number of FSDP replicas.")
+@click.option("--batch", type=_POSITIVE, help="Sequences per data rank; 1 where left out.")
+@click.option("--sequence", type=_POSITIVE, help="Tokens per sequence; 2048 where left out.")
+@click.option("--dtype", type=_DTYPES, help="Dtype of activations; the parameters' own where left out.")
+@click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one device; 80 where left out.")
+@click.option(
+    "--devices-per-node", type=_POSITIVE, help="Devices that share a fast link: tp stays inside; 8 where left out."
+)
+@click.option(
+    "--override", "overrides", multiple=True, callback=_overrides, metavar="PATTERN=replicate", help="Pin modules."
+)
+@click.option("--json", "as_json", is_flag=True, help="Write the plan as JSON and nothing else.")
+@click.option("--passes", is_flag=True, help="Show each pass, its time and what it found.")
+@click.option("--dump-dir", type=click.Path(file_okay=False), help="Write each stage as text in this folder.")
+@click.option("--fail-under", type=click.FloatRange(0, 1), help="Exit with 1 if a smaller share is cut over tp.")
+@_traceback
+def explain(target: str, as_json: bool, passes: bool, fail_under: float | None, **options: Any) -> None:
+    """Plan the model that TARGET names, and say why.
+
+    TARGET is model.py (with one model in it), model.py:name, package.module:name, or a Hugging Face config.json.
+    """
+    if as_json and passes:
+        raise click.UsageError("--json writes the plan and nothing else: leave out --passes")
+    plan = _make_plan(target, **options)
+    if as_json:
+        click.echo(plan.to_json(), nl=False)
+    else:
+        _print(Group(render(plan), render_passes(plan)) if passes else render(plan))
+    if fail_under is not None:
+        _check_coverage(plan, fail_under)
+
+
+@main.command(cls=_Command)
+@click.argument("path", type=click.Path())
+@_traceback
+def show(path: str) -> None:
+    """Show a plan that `autoshard explain --json` wrote; needs no torch."""
+    _print(render(Plan.load(path)))
+
+
+@main.command(cls=_Command)
+@click.argument("first", type=click.Path())
+@click.argument("second", type=click.Path())
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if the plans differ.")
+@_traceback
+def diff(first: str, second: str, exit_code: bool) -> None:
+    """Show what differs between two plan files; needs no torch."""
+    found = differences(Plan.load(first), Plan.load(second))
+    _print(render_differences(found))
+    if found and exit_code:
+        sys.exit(1)
+
+
+def _make_plan(target: str, **options: Any) -> Plan:
+    """Read the model and plan it: the one place that needs torch. A terminal shows which pass is at work."""
+    console = Console(stderr=True)
+    with console.status(f"reading {target}") if sys.stderr.isatty() else nullcontext() as status:
+        from autoshard.targets import load_model
+
+        model = load_model(target)
+        from autoshard import api
+
+        plan: Callable[..., Plan] = api.plan
+        return plan(model, progress=status.update if status else None, **options)
+
+
+def _check_coverage(plan: Plan, wanted: float) -> None:
+    coverage = plan.coverage
+    if min(coverage.parameter_bytes, coverage.matmul_flops) < wanted:
+        raise CoverageTooLow(
+            f"less than {percent(wanted)} of the model is cut over tp",
+            got=f"{percent(coverage.parameter_bytes)} of parameter bytes, {percent(coverage.matmul_flops)} of matmul "
+            f"FLOPs, with {plan.mesh}",
+            help="the plan says what was left whole and why; lower --fail-under to accept it",
+        )
+
+
+def _print(renderable: RenderableType) -> None:
+    """Print in colour at a terminal's width, within limits; as plain text of 80 columns into a pipe or a file."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size((80, 24)).columns
+        Console(width=min(max(width, _MIN_WIDTH), _MAX_WIDTH), highlight=False).print(renderable)
+    else:
+        click.echo(to_text(renderable, 80), nl=False)

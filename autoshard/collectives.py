@@ -1,0 +1,203 @@
+"""Conversions between the states of a value on the tp axis, as autograd functions on plain local tensors.
+
+**R** is the same on every rank, **V** the same with a partial gradient, **S(d)** cut along dim ``d``, **P** a
+partial sum. Each conversion is linear, and its backward is the conversion that its transpose names:
+
+=========  ====================  ====================
+           forward               backward
+=========  ====================  ====================
+R->V       identity              all-reduce
+P->R       all-reduce            identity
+S(d)->R    all-gather along d    local slice
+R->S(d)    local slice           all-gather along d
+R->P       rank 0 keeps it       identity
+=========  ====================  ====================
+
+Reductions run in the dtype of the value, on a buffer of their own: autograd or the caller may hold what came in.
+Nothing branches on the rank: what depends on it is computed from ``Axis.rank``, so one process can simulate all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from autoshard._torch import lift, run
+from autoshard.errors import InvalidArgument
+
+KINDS = ("R->V", "P->R", "S(d)->R", "R->S(d)", "R->P")
+
+
+class Axis:
+    """The tp axis as seen from one rank.
+
+    Attributes:
+        mesh: the 1-D mesh.
+        rank: shape (1,), int64: this rank's index on the axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        numbers = torch.arange(mesh.size(), device=mesh.device_type)
+        self.rank = distribute_tensor(numbers, mesh, [Shard(0)], src_data_rank=None).to_local()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.mesh.size()
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, made by the mesh."""
+        return self.mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"mesh": self.mesh, "rank": self.rank}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion such as ``R->V``; ``dim`` is the cut dim of ``S(d)->R`` and ``R->S(d)``."""
+
+    kind: str
+    dim: int = 0
+
+    @staticmethod
+    def parse(text: str) -> Conversion:
+        """Read ``"R->V"`` or ``"S(2)->R"``.
+
+        Raises:
+            InvalidArgument: no such conversion.
+        """
+        dims = re.findall(r"S\((-?\d+)\)", text)
+        kind = re.sub(r"S\(-?\d+\)", "S(d)", text.replace(" ", ""))
+        if kind not in KINDS:
+            raise InvalidArgument(f"no conversion is called {text!r}", got=f"{text!r}; allowed: {', '.join(KINDS)}")
+        return Conversion(kind, int(dims[0]) if dims else 0)
+
+    def __call__(self, value: Tensor, axis: Axis) -> Tensor:
+        """Convert ``value``, any shape; ``S(d)`` needs dim ``d`` divisible by the axis."""
+        if self.kind == "R->V":
+            return enter(value, axis)
+        if self.kind == "P->R":
+            return run(_AllReduce, value, axis.group)
+        if self.kind == "S(d)->R":
+            return run(_Gather, value, axis.rank, axis.size, self.dim, axis.group)
+        if self.kind == "R->S(d)":
+            return run(_Slice, value, axis.rank, axis.size, self.dim, axis.group)
+        return first_rank(value, axis)
+
+
+def enter(value: Tensor, axis: Axis) -> Tensor:
+    """R->V: identity, and one all-reduce of the gradient; no node at all where no gradient can flow."""
+    if not torch.is_grad_enabled() or not value.requires_grad:
+        return value
+    return run(_Enter, value, axis.group)
+
+
+def first_rank(value: Tensor, axis: Axis) -> Tensor:
+    """R->P: the value on tp rank 0, zeros elsewhere; the gradient passes whole on every rank."""
+    return run(_FirstRank, value, axis.rank)
+
+
+def take_slice(value: Tensor, rank: Tensor, size: int, dim: int) -> Tensor:
+    """Return slice ``rank`` of ``size`` equal ones along ``dim``, as a new tensor.
+
+    Raises:
+        InvalidArgument: the dim is not divisible.
+    """
+    if value.shape[dim] % size:
+        raise InvalidArgument(
+            f"cannot cut dim {dim} of a tensor {tuple(value.shape)} over {size} tensor-parallel ranks",
+            got=f"{value.shape[dim]} rows; allowed: a multiple of {size}",
+        )
+    dim %= value.dim()
+    return torch.unflatten(value, dim, (size, -1)).index_select(dim, rank).squeeze(dim)
+
+
+def gather_slices(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the equal slices of all ranks, joined along ``dim``."""
+    dim %= value.dim()
+    value = lift(value).contiguous()
+    stacked = torch.empty(size * value.shape[0], *value.shape[1:], dtype=value.dtype, device=value.device)
+    dist.all_gather_single(stacked, value, group=group)
+    if dim == 0:
+        return stacked
+    return torch.unflatten(stacked, 0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over the group in a new buffer."""
+    total = lift(value).clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _sum(value, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, rank: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.size, ctx.dim = rank, size, dim
+        return gather_slices(value, size, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return take_slice(gradient, ctx.rank, ctx.size, ctx.dim), None, None, None, None
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, rank: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.dim, ctx.group = size, dim, group
+        return take_slice(value, rank, size, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gather_slices(gradient, ctx.size, ctx.dim, ctx.group), None, None, None, None
+
+
+class _FirstRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, rank: Tensor) -> Tensor:
+        return torch.where(rank == 0, value, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -1,0 +1,179 @@
+"""The frozen types that pass from stage to stage: what was traced, factored, cut and placed.
+
+Nothing here imports torch: a traced graph is plain data, small enough to print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A use of a value inside an op's arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape (elements) and dtype name of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a gradient can flow through it."""
+        return "float" in self.dtype or "complex" in self.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Source:
+    """A value that the graph starts from.
+
+    Attributes:
+        name: the value's name in the graph.
+        kind: ``parameter``, ``buffer``, ``constant`` or ``input``.
+        fqn: the parameter's or buffer's first name in the model; the argument's name for an input.
+        meta: its shape and dtype; None where it is not a tensor.
+        trainable: whether it takes a gradient.
+    """
+
+    name: str
+    kind: str
+    fqn: str
+    meta: Meta | None
+    trainable: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator call.
+
+    Attributes:
+        name: the name of its result.
+        target: such as ``aten.linear``: namespace and op, without overload.
+        overload: such as ``default``.
+        arguments: by the schema's argument names, defaults filled in; uses of values are ``Ref``.
+        result: shape and dtype; a tuple for several results; None where it returns no tensor.
+        module: the innermost module's name.
+        calls: ids of the module calls it ran in, outermost first.
+        where: the user's ``file:line``.
+        mutates: names of the arguments it writes to.
+        no_grad: whether it ran under ``torch.no_grad``.
+    """
+
+    name: str
+    target: str
+    overload: str
+    arguments: Mapping[str, Any]
+    result: Meta | tuple[Meta | None, ...] | None
+    module: str
+    calls: tuple[int, ...]
+    where: str
+    mutates: tuple[str, ...] = ()
+    no_grad: bool = False
+
+    def refs(self) -> list[str]:
+        """Return the names of the values it reads, in order, with repeats."""
+        return list(references(self.arguments))
+
+
+def references(value: Any) -> list[str]:
+    """Return every value named inside nested arguments."""
+    if isinstance(value, Ref):
+        return [value.name]
+    if isinstance(value, Mapping):
+        return [name for item in value.values() for name in references(item)]
+    if isinstance(value, (list, tuple)):
+        return [name for item in value for name in references(item)]
+    return []
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one module, as the trace saw it.
+
+    Attributes:
+        id: unique in the trace, in order of entry.
+        fqn: the module's name.
+        parent: id of the call that made it, or None.
+        inputs: argument path (``"hidden_states"``, ``"position_embeddings.0"``) to value.
+        outputs: output path (``""``, ``"0"``, ``"logits"``) to value.
+        kind: the module's class, for messages only: no decision reads it.
+    """
+
+    id: int
+    fqn: str
+    parent: int | None
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that leaves the model.
+
+    Attributes:
+        path: where in the returned object, such as ``logits``.
+        value: the value's name.
+        state: whether it sits in an object that the model gets back later (a cache) rather than in the answer.
+    """
+
+    path: str
+    value: str
+    state: bool
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        fqn: its first name.
+        names: all its names: more than one where it is tied or its module is registered twice.
+        meta: shape and dtype.
+        trainable: whether it takes a gradient.
+        value: its value in the graph, or None where the trace does not use it.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    meta: Meta
+    trainable: bool
+    value: str | None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The model as one straight graph, in execution order."""
+
+    model: str
+    sources: tuple[Source, ...]
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[Output, ...]
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    containers: tuple[tuple[str, ...], ...] = ()
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    workload_dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+
+    def metas(self) -> dict[str, Meta]:
+        """Return the shape and dtype of every single-tensor value."""
+        found = {s.name: s.meta for s in self.sources if s.meta is not None}
+        found.update({op.name: op.result for op in self.ops if isinstance(op.result, Meta)})
+        return found

@@ -1,0 +1,211 @@
+"""The passes in a straight line: trace, factorise, choose cuts, place, localise, wrap, choose the mesh, emit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from torch import nn
+
+from autoshard.errors import IndivisibleHeads, InvalidArgument, UnknownModule, near
+from autoshard.ir import Traced
+from autoshard.passes.choose_mesh import ChooseMesh
+from autoshard.passes.cut import ChooseCuts
+from autoshard.passes.emit import Emit
+from autoshard.passes.factorise import Factored, Factorise
+from autoshard.passes.factors import leaves
+from autoshard.passes.localise import Localise
+from autoshard.passes.place import Place, Placed
+from autoshard.passes.trace import Trace
+from autoshard.passes.wrap import Wrap
+from autoshard.plans import Mesh, PassTime, Plan, Refusal, Workload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        world: number of ranks.
+        tp: pinned degree, or None; likewise ``dp_shard`` and ``dp_replicate``.
+        batch: sequences per data-parallel rank.
+        sequence: tokens per sequence.
+        dtype: dtype of activations; None takes the parameters' own.
+        memory_bytes: memory of one device.
+        devices_per_node: tp stays inside a node.
+        overrides: ``"replicate"`` by module or parameter pattern.
+        example_inputs: what the forward is traced with, or None.
+    """
+
+    world: int
+    tp: int | None = None
+    dp_shard: int | None = None
+    dp_replicate: int | None = None
+    batch: int = 1
+    sequence: int = 2048
+    dtype: str | None = None
+    memory_bytes: int = 80 * 2**30
+    devices_per_node: int = 8
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    example_inputs: Any = None
+
+
+def run(model: nn.Module, options: Options, progress: Callable[[str], None] | None = None) -> tuple[Plan, Stages]:
+    """Return the plan of ``model`` and every stage on the way to it."""
+    clock = _Clock(progress)
+    meshes = ChooseMesh(
+        options.world,
+        options.tp,
+        options.dp_shard,
+        options.dp_replicate,
+        options.memory_bytes,
+        options.devices_per_node,
+    )
+    meshes.check()
+    traced = clock.run("trace", lambda: Trace(options.example_inputs).run(model), _count_ops)
+    workload = Workload(options.batch, options.sequence, options.dtype or _main_dtype(traced))
+    pinned = _overrides(model, options.overrides)
+    factored = clock.run("factorise", lambda: Factorise().run(traced), _count_factors)
+    units = clock.run("wrap", lambda: Wrap().run(traced), lambda u: f"{len(u)} FSDP units")
+    solver = _Solver(factored, pinned)
+
+    def bytes_on(mesh: Mesh) -> int:
+        placed = solver.place(mesh.tp)
+        return Emit(mesh, workload, units).run(placed).total_bytes
+
+    mesh, why, choices = clock.run("choose mesh", lambda: meshes.run(bytes_on), lambda r: str(r[0]))
+    placed = clock.run("cut and place", lambda: solver.place(mesh.tp), _count_cuts)
+    placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, options.example_inputs), _count_cuts)
+    if options.tp is not None and options.tp > 1:
+        _check_heads(placed, options.tp)
+    emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)))
+    plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")
+    return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the passes handed on, for ``--dump-dir`` and tests."""
+
+    traced: Traced
+    factored: Factored
+    placed: Placed
+
+
+class _Clock:
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.times: list[PassTime] = []
+        self.progress = progress
+
+    def run(self, name: str, work: Callable[[], T], summary: Callable[[T], str]) -> T:
+        if self.progress:
+            self.progress(name)
+        start = time.perf_counter()
+        result = work()
+        self.times.append(PassTime(name, time.perf_counter() - start, summary(result)))
+        return result
+
+
+class _Solver:
+    """Chooses and places cuts until nothing is sent back, once per tp degree."""
+
+    def __init__(self, factored: Factored, pinned: Mapping[str, str]) -> None:
+        self.factored = factored
+        self.pinned = pinned
+        self.banned: dict[int, dict[str, Refusal]] = {}
+        self.placed: dict[int, Placed] = {}
+
+    def place(self, tp: int) -> Placed:
+        """Return the placed cuts for a degree."""
+        while tp not in self.placed:
+            banned = self.banned.setdefault(tp, {})
+            chosen = ChooseCuts(tp, dict(banned), self.pinned).run(self.factored)
+            if tp == 1:
+                chosen = replace(chosen, cuts=(), refused=(), whys={})
+            placed = Place().run(chosen)
+            if placed.refused:
+                banned.update(placed.refused)
+            else:
+                self.placed[tp] = placed
+        return self.placed[tp]
+
+    def localise(self, model: nn.Module, tp: int, given: Any) -> Placed:
+        """Return the placed cuts that the user's code follows."""
+        while True:
+            placed = self.place(tp)
+            refused = Localise(given).run(model, placed)
+            if not refused:
+                return placed
+            self.banned[tp].update(refused)
+            del self.placed[tp]
+
+    def refusals(self, tp: int) -> list[Refusal]:
+        """Return what was sent back for a degree."""
+        cut = {fqn for c in self.place(tp).chosen.cuts for fqn in c.tensors}
+        return [r for r in self.banned.get(tp, {}).values() if r.fqn not in cut]
+
+
+def _overrides(model: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason by name of each parameter that an override keeps whole."""
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [fqn for fqn, _ in model.named_modules() if fqn]
+    pinned: dict[str, str] = {}
+    for pattern, style in overrides.items():
+        if style != "replicate":
+            raise InvalidArgument(
+                f"the override {style!r} is not known", at=pattern, got=f"{style!r}; allowed: 'replicate'"
+            )
+        hit = [n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, pattern + ".*")]
+        if not hit:
+            raise UnknownModule(f"no module or parameter is named {pattern!r}", help=near(pattern, modules + names))
+        pinned.update(dict.fromkeys(hit, f"the override {pattern!r} keeps it whole"))
+    return pinned
+
+
+def _check_heads(placed: Placed, tp: int) -> None:
+    """Refuse a pinned tp under which no attention is cut because its heads do not divide."""
+    factored = placed.chosen.factored
+    held = {leaf for p in factored.traced.parameters if p.value for d in factored.single(p.value) for leaf in leaves(d)}
+    heads: list[tuple[int, str, str]] = []
+    for op in factored.traced.ops:
+        if op.target != "aten.scaled_dot_product_attention":
+            continue
+        value = op.arguments["value"]
+        found = [f for d in factored.single(value.name)[:-2] for f in leaves(d) if f in held and not f.blocks]
+        if any(f in placed.chosen.inner for f in found):
+            return
+        heads += [(f.size, op.module, op.where) for f in found if f.size % tp]
+    if heads:
+        size, module, where = heads[0]
+        allowed = [d for d in range(1, size + 1) if size % d == 0]
+        raise IndivisibleHeads(
+            f"cannot split {size} attention heads over {tp} tensor-parallel ranks",
+            at=f"{module} ({where})",
+            got=f"tp={tp}, heads={size}; allowed: {', '.join(map(str, allowed))}",
+            help=f"pass --tp {max(d for d in allowed if d <= tp)}, or leave tp to the planner",
+        )
+
+
+def _main_dtype(traced: Traced) -> str:
+    """Return the dtype of most parameter bytes."""
+    sizes: dict[str, int] = {}
+    for parameter in traced.parameters:
+        sizes[parameter.meta.dtype] = sizes.get(parameter.meta.dtype, 0) + parameter.meta.numel
+    return max(sizes, key=lambda d: sizes[d], default="float32")
+
+
+def _count_ops(traced: Traced) -> str:
+    return f"{len(traced.ops)} ops, {len(traced.calls)} module calls"
+
+
+def _count_factors(factored: Factored) -> str:
+    return f"{len(factored.contractions)} contractions, {len(factored.unknown)} ops without a rule"
+
+
+def _count_cuts(placed: Placed) -> str:
+    return f"{len(placed.chosen.cuts)} cuts, {len(placed.conversions)} conversions"

@@ -1,0 +1,366 @@
+"""The plan: frozen, torch-free data that a person can read, edit, store and apply.
+
+A plan holds facts, each with its reason. Conversions between the states of a value on the tp axis are written
+``"R->V"``: **R** the same on every rank, **V** the same with a partial gradient, **S(d)** cut along dim ``d``,
+**P** a partial sum. The executor reads nothing but this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import InvalidArgument
+
+SCHEMA_VERSION = 1
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+Parts = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of the three mesh axes, outermost first."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel ranks: how many different batches a step consumes."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return f"dp_replicate={self.dp_replicate} dp_shard={self.dp_shard} tp={self.tp}"
+
+
+@dataclass(frozen=True)
+class GradSum:
+    """A gradient that each tp rank has only in part.
+
+    Attributes:
+        ranks: over how many tp ranks it is summed.
+        parts: ``(offset, length)`` along the cut dim of the rows it concerns; None for the whole parameter.
+    """
+
+    ranks: int
+    parts: Parts | None = None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of one parameter or buffer.
+
+    Attributes:
+        shape: global shape, in elements.
+        dtype: such as ``"float32"``.
+        tp_dim: the dim cut over tp, or None where every tp rank holds it whole.
+        tp_parts: ``(offset, length)`` pieces of ``tp_dim`` that are each cut evenly; None for one even cut.
+        tp_copies: how many tp ranks hold each piece: 1 where fully cut, tp where whole.
+        grad_sum: set where a whole parameter has a partial gradient.
+        fsdp_dim: the dim cut over dp_shard, or None.
+        local_shape: shape on rank 0, in elements.
+        why: the reason, one sentence.
+        read: how forward sees it: ``"local"``, or ``"first_rank"`` for a bias that is added to a partial sum
+            (its value on tp rank 0, zeros elsewhere).
+        trainable: whether it takes a gradient.
+        tied_to: the first name of a parameter that has several, or None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    tp_dim: int | None
+    tp_parts: Parts | None
+    tp_copies: int
+    grad_sum: GradSum | None
+    fsdp_dim: int | None
+    local_shape: tuple[int, ...]
+    why: str
+    read: str = "local"
+    trainable: bool = True
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """What happens at the boundary of one module (or of each module a pattern such as ``layers.{0-3}.up`` names).
+
+    Attributes:
+        style: ``colwise``, ``rowwise``, ``colwise_gather_output``, ``embedding_rowwise``, ``region``, ``replicate``.
+        inputs: argument name (``"hidden_states"``, or ``"hidden_states.0"`` inside a container) to conversion.
+        outputs: output path (``""`` for a single tensor, ``"0"``, ``"logits"``) to conversion.
+        why: the reason, one sentence.
+        share: argument name to the name of an entry that several modules share: one value, one all-reduce.
+        lookup: for a row-cut table, the argument that holds the global row numbers.
+    """
+
+    style: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+    share: Mapping[str, str] = field(default_factory=dict)
+    lookup: str | None = None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One FSDP unit: parameters that are gathered and freed together.
+
+    Attributes:
+        module: the module's name or a folded pattern; ``""`` is the root.
+        num_parameters: how many parameters one such unit holds.
+        parameter_bytes: bytes of them on one tp rank, gathered over dp_shard.
+    """
+
+    module: str
+    num_parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in one step (forward and backward).
+
+    Attributes:
+        axis: the mesh axis it runs over.
+        op: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        count: how many a step.
+        bytes: payload of all of them on one rank: the input of an all-reduce or reduce-scatter, the output of an
+            all-gather.
+        what: ``activation``, ``parameter``, ``gradient`` or ``gradient sum``.
+    """
+
+    axis: str
+    op: str
+    count: int
+    bytes: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Shares in [0, 1] that are cut over tp; ``left`` says what is not and why, largest first."""
+
+    parameter_bytes: float
+    matmul_flops: float
+    left: tuple[tuple[str, float, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that was not cut, with the place that forbids it."""
+
+    fqn: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """One mesh that was considered: its bytes per rank and the verdict in one line."""
+
+    mesh: Mesh
+    total_bytes: int
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step computes: sequences per data-parallel rank, tokens per sequence, dtype of activations."""
+
+    batch: int = 1
+    sequence: int = 2048
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """How long a pass took and what it found, one line."""
+
+    name: str
+    seconds: float
+    summary: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one model on one mesh. ``print(plan)`` shows it; ``save`` and ``load`` go through JSON."""
+
+    mesh: Mesh
+    parameters: Mapping[str, TensorPlan]
+    buffers: Mapping[str, TensorPlan]
+    modules: Mapping[str, ModulePlan]
+    units: tuple[Unit, ...]
+    memory_bytes: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+    coverage: Coverage
+    workload: Workload = Workload()
+    why_mesh: str = ""
+    meshes: tuple[MeshChoice, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    model: str = ""
+    schema_version: int = SCHEMA_VERSION
+    times: tuple[PassTime, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        from autoshard.report import render_text
+
+        return render_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data. Times are left out: a plan is the same on every machine."""
+        data = dataclasses.asdict(self)
+        del data["times"]
+        return data
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text, keys in a fixed order."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to ``path`` as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that ``save`` wrote.
+
+        Raises:
+            InvalidArgument: the file is not a plan of a schema this version knows.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidArgument(
+                f"cannot read the plan {path}", got=str(error), help="give a file that `autoshard explain --json` wrote"
+            ) from error
+        return Plan.from_dict(data)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Plan:
+        """Build a plan from what ``to_dict`` gave, or from a hand-written equivalent.
+
+        Raises:
+            InvalidArgument: a key is missing, unknown or of another schema version.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise InvalidArgument(
+                f"this plan has schema_version {version!r}",
+                got=f"{version!r}; allowed: {SCHEMA_VERSION}",
+                help="make the plan again with this version of autoshard",
+            )
+        try:
+            return _plan(dict(data))
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise InvalidArgument(
+                "the plan is not well formed",
+                got=str(error),
+                help="compare it with a file that `autoshard explain --json` writes",
+            ) from error
+
+    def module_plans(self) -> Iterator[tuple[str, ModulePlan]]:
+        """Yield ``(fqn, plan)`` for every module, patterns unfolded."""
+        for pattern, module in self.modules.items():
+            for index, fqn in enumerate(unfold(pattern)):
+                yield (
+                    fqn,
+                    dataclasses.replace(
+                        module, share={k: unfold(v)[index if "{" in v else 0] for k, v in module.share.items()}
+                    ),
+                )
+
+    def unit_modules(self) -> list[str]:
+        """Return the module name of every FSDP unit, in order, patterns unfolded."""
+        return [fqn for unit in self.units for fqn in unfold(unit.module)]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes per rank of everything the plan accounts for."""
+        return sum(self.memory_bytes.values())
+
+
+def _parts(value: Any) -> Parts | None:
+    return None if value is None else tuple((int(offset), int(length)) for offset, length in value)
+
+
+def _tensor(data: dict[str, Any]) -> TensorPlan:
+    grad = data["grad_sum"]
+    return TensorPlan(
+        **{
+            **data,
+            "shape": tuple(data["shape"]),
+            "local_shape": tuple(data["local_shape"]),
+            "tp_parts": _parts(data["tp_parts"]),
+            "grad_sum": None if grad is None else GradSum(grad["ranks"], _parts(grad.get("parts"))),
+        }
+    )
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    return Plan(
+        **{
+            **data,
+            "mesh": Mesh(**data["mesh"]),
+            "parameters": {k: _tensor(v) for k, v in data["parameters"].items()},
+            "buffers": {k: _tensor(v) for k, v in data["buffers"].items()},
+            "modules": {k: ModulePlan(**v) for k, v in data["modules"].items()},
+            "units": tuple(Unit(**v) for v in data["units"]),
+            "collectives": tuple(Collective(**v) for v in data["collectives"]),
+            "coverage": Coverage(
+                **{**data["coverage"], "left": tuple((a, b, c) for a, b, c in data["coverage"]["left"])}
+            ),
+            "workload": Workload(**data["workload"]),
+            "meshes": tuple(MeshChoice(Mesh(**v["mesh"]), v["total_bytes"], v["verdict"]) for v in data["meshes"]),
+            "assumptions": tuple(data["assumptions"]),
+            "warnings": tuple(data["warnings"]),
+            "refused": tuple(Refusal(**v) for v in data["refused"]),
+        }
+    )
+
+
+_BRACES = re.compile(r"\{([0-9,\-]+)\}")
+
+
+def unfold(pattern: str) -> list[str]:
+    """Expand ``layers.{0-2,5}.up`` to its names, in order. A name without braces is itself.
+
+    A pattern has one group of numbers; it stands for each number in turn.
+    """
+    found = _BRACES.search(pattern)
+    if not found:
+        return [pattern]
+    numbers: list[int] = []
+    for span in found.group(1).split(","):
+        low, _, high = span.partition("-")
+        numbers += range(int(low), int(high or low) + 1)
+    return [pattern[: found.start()] + str(number) + pattern[found.end() :] for number in numbers]
+
+
+def fold(numbers: list[int]) -> str:
+    """Write sorted numbers as ``{0-2,5}``; a single number is written plain."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], None]:
+        if number is not None and number == previous + 1:
+            previous = number
+            continue
+        spans.append(str(start) if start == previous else f"{start}-{previous}")
+        if number is not None:
+            start = previous = number
+    return "{" + ",".join(spans) + "}"

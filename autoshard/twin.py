@@ -1,0 +1,68 @@
+"""A twin of a model that costs nothing: the same modules and code, its tensors fake.
+
+The user's model is never moved, cast, allocated or hooked; everything that needs to run its forward runs the twin.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import AlreadyParallelized, TraceError
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A copy of a model whose parameters and buffers are fake CPU tensors of ``mode``."""
+
+    model: nn.Module
+    mode: FakeTensorMode
+
+
+def make_twin(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Twin:
+    """Copy the modules of ``model`` around fake tensors; ties and shared modules stay tied and shared.
+
+    Args:
+        model: on any device, meta included; left as it is.
+        shapes: shape (elements) by parameter or buffer name, for those that differ from the model's: a rank's share.
+
+    Raises:
+        AlreadyParallelized: a parameter is a DTensor.
+        TraceError: the model cannot be copied.
+    """
+    shapes = shapes or {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, object] = {}
+    with mode:
+        for fqn, parameter in model.named_parameters(remove_duplicate=True):
+            if isinstance(parameter, DTensor):
+                raise AlreadyParallelized(
+                    "this model is already parallelized",
+                    at=fqn,
+                    got=f"a DTensor on the mesh {parameter.device_mesh}",
+                    help="plan the model before it is sharded",
+                )
+            fake = _fake(parameter, shapes.get(fqn))
+            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        for fqn, buffer in model.named_buffers(remove_duplicate=True):
+            memo[id(buffer)] = _fake(buffer, shapes.get(fqn))
+    try:
+        twin = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        raise TraceError(
+            "the model cannot be copied for tracing",
+            got=f"{type(error).__name__}: {error}",
+            help="hold what cannot be copied (locks, handles, non-leaf tensors) outside the module",
+        ) from error
+    return Twin(twin, mode)
+
+
+def _fake(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    size = tuple(tensor.shape) if shape is None else shape
+    return torch.empty(size, dtype=tensor.dtype, device="cpu")

@@ -1,0 +1,124 @@
+"""Write every dim of every tensor as an expression over factors, in one forward walk.
+
+Reads the traced graph. Decides which extents are the same, where a cut would make a partial sum, and what forbids one.
+Leaves open what is cut: that is the next pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.ir import Meta, Op, Ref, Traced
+from autoshard.passes.factors import Block, Factor, leaves
+from autoshard.passes.rules import TABLE, Contraction, Walk
+from autoshard.passes.rules.shape import unsupported
+from autoshard.passes.rules.walk import Dims, Result
+
+_VIEWS = frozenset(
+    f"aten.{name}"
+    for name in """
+    view reshape slice select narrow transpose permute t unsqueeze squeeze expand unbind split chunk alias
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Factored:
+    """The factors of a traced graph.
+
+    Attributes:
+        dims: per value, the factor of each dim; for an op with several results, a list of those.
+        contractions: what each op sums over.
+        unknown: ``(op, file:line)`` of operators without a rule.
+    """
+
+    traced: Traced
+    dims: dict[str, Dims | Sequence[Dims | None] | None]
+    contractions: tuple[Contraction, ...]
+    unknown: tuple[tuple[str, str], ...]
+
+    def single(self, name: str) -> Dims:
+        """Return the dims of a single-tensor value, or an empty list."""
+        found = self.dims.get(name) or []
+        return [f for f in found if isinstance(f, Factor)]
+
+    def tensors(self, name: str) -> list[Dims]:
+        """Return the dims of each tensor a value holds: one, or one per result."""
+        found = self.dims.get(name)
+        if not found:
+            return []
+        if isinstance(found[0], Factor):
+            return [self.single(name)]
+        return [d for d in found if isinstance(d, list)]
+
+
+@dataclass(frozen=True)
+class Factorise:
+    """Walk a traced graph with the table of op rules."""
+
+    def run(self, traced: Traced) -> Factored:
+        """Return the factors of ``traced``."""
+        Factor._serials = itertools.count()
+        walk = Walk()
+        for source in traced.sources:
+            walk.metas[source.name] = source.meta
+            walk.values[source.name] = walk.fresh(source.meta)
+            if source.kind != "input":
+                walk.weights.add(source.name)
+        for op in traced.ops:
+            _step(op, walk)
+        return Factored(traced, walk.values, tuple(walk.contractions), tuple(walk.unknown))
+
+
+def _step(op: Op, walk: Walk) -> None:
+    walk.op = op
+    walk.metas[op.name] = op.result if isinstance(op.result, Meta) else None
+    refs = op.refs()
+    if refs and all(name in walk.weights for name in refs):
+        walk.weights.add(op.name)
+    if op.target == "getitem":
+        base, index = op.arguments["0"], op.arguments["1"]
+        found = walk.values.get(base.name) if isinstance(base, Ref) else None
+        walk.values[op.name] = found[index] if found else None
+        return
+    rule = TABLE.get(op.target)
+    if rule is None:
+        walk.unknown.append((op.target, op.where))
+        rule = unsupported
+    result = rule(op, walk)
+    if op.mutates:
+        _block_views(op, walk)
+    walk.values[op.name] = _checked(op, walk, result)
+    if op.target in _VIEWS:
+        walk.views.add(op.name)
+
+
+def _block_views(op: Op, walk: Walk) -> None:
+    """Forbid cutting what is written in place through a view: later readers see the base, not the result."""
+    for name in op.mutates:
+        target = op.arguments.get(name)
+        if isinstance(target, Ref) and target.name in walk.views:
+            for dim in walk.dims(target):
+                walk.block(dim, "it is written in place through a view")
+
+
+def _checked(op: Op, walk: Walk, result: Result) -> Result:
+    """Hold a rule's answer against the traced shape: a wrong rule must not pass in silence."""
+    metas = op.result if isinstance(op.result, tuple) else (op.result,)
+    answers: Sequence[object] = (result or []) if isinstance(op.result, tuple) else [result]
+    for meta, dims in zip(metas, answers, strict=False):
+        if meta is not None:
+            got = tuple(d.size for d in (dims if isinstance(dims, list) else []) if isinstance(d, Factor))
+            assert got == meta.shape, f"rule of {op.target}.{op.overload} gives {got}, traced {meta.shape}"
+    return result
+
+
+def blocks_of(dims: Dims) -> list[Block]:
+    """Return every block on the leaves of some dims, in reading order."""
+    found: dict[Block, None] = {}
+    for dim in dims:
+        for leaf in leaves(dim):
+            found.update(leaf.blocks)
+    return list(found)

@@ -1,0 +1,172 @@
+"""Prove that the user's own code follows the cuts: trace it again on a rank's share and compare, op by op.
+
+Reads the placed cuts. A literal size that contains a cut factor shows as another shape, another op or an error at a
+line of the user's code; the cuts it touches are sent back with that line. Changes no module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.errors import TraceError
+from autoshard.ir import Meta, Op, Traced
+from autoshard.passes.cut import Cut
+from autoshard.passes.factors import count, local_size
+from autoshard.passes.place import Placed
+from autoshard.passes.trace import Trace
+from autoshard.paths import split, update
+from autoshard.plans import Refusal
+
+_MARK = "autoshard.made_whole"
+
+
+@torch.library.custom_op("autoshard::made_whole", mutates_args=())
+def _made_whole(x: Tensor, dim: int, size: int) -> Tensor:
+    """Stands in for an all-gather in a trace: ``size`` elements along ``dim``."""
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_empty(shape)
+
+
+@_made_whole.register_fake
+def _(x: Tensor, dim: int, size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_empty(shape)
+
+
+@dataclass(frozen=True)
+class Localise:
+    """Check sizes in the user's code against the cuts.
+
+    Attributes:
+        given: the example inputs the model was traced with, or None.
+    """
+
+    given: Any = None
+
+    def run(self, model: nn.Module, placed: Placed) -> Mapping[str, Refusal]:
+        """Return the cuts, by key, that the code does not follow, each with the line that forbids it."""
+        if not placed.chosen.cuts:
+            return {}
+        expected = placed.chosen.factored.traced
+        try:
+            got = Trace(self.given, self._shapes(placed), self._gather(placed)).run(model)
+        except TraceError as error:
+            return _blame_line(placed, error)
+        return _compare(placed, expected, got)
+
+    def _shapes(self, placed: Placed) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for tensor in placed.chosen.factored.traced.parameters:
+            for cut in placed.chosen.cuts:
+                dim = cut.tensors.get(tensor.fqn)
+                if dim is not None:
+                    shape = list(tensor.meta.shape)
+                    shape[dim] //= placed.chosen.degree
+                    shapes[tensor.fqn] = tuple(shape)
+        return shapes
+
+    def _gather(self, placed: Placed) -> Any:
+        gathers: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        metas = placed.chosen.factored.traced.metas()
+        for c in placed.conversions:
+            if c.kind.startswith("S("):
+                dim = int(c.kind[2 : c.kind.index(")")])
+                gathers[c.fqn][c.path] = (dim, metas[c.value].shape[dim])
+
+        def after(fqn: str, result: Any) -> Any:
+            if fqn not in gathers:
+                return None
+            for path, (dim, size) in gathers[fqn].items():
+                result = update(result, split(path), partial(_made_whole, dim=dim, size=size), fqn)
+            return result
+
+        return after
+
+
+def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:
+    """Send back the cuts that the failing line works on; all of them where the line is not in the graph."""
+    where = error.at or ""
+    ops = [op for op in placed.chosen.factored.traced.ops if where and op.where == where]
+    names = {name for op in ops for name in [op.name, *op.refs()]}
+    cuts = [cut for cut in placed.chosen.cuts if any(value in names for value, _ in cut.touched)]
+    why = f"the code has a literal size that does not follow the cut ({error.got})"
+    return {cut.key: Refusal(next(iter(cut.tensors)), where, why) for cut in cuts or placed.chosen.cuts}
+
+
+def _compare(placed: Placed, expected: Traced, got: Traced) -> dict[str, Refusal]:
+    refused: dict[str, Refusal] = {}
+    local = [op for op in got.ops if op.target != _MARK]
+    names: dict[str, str] = {}
+    for want, have in zip(expected.ops, local, strict=False):
+        names[want.name] = have.name
+        problem = _difference(placed, want, have)
+        if problem is None:
+            continue
+        for cut in _touching(placed, want):
+            refused.setdefault(cut.key, Refusal(next(iter(cut.tensors)), want.where, problem))
+        if want.target != have.target:
+            break
+    if not refused and len(expected.ops) != len(local):
+        why = f"the code takes another path on a rank's share ({len(local)} ops instead of {len(expected.ops)})"
+        refused = {cut.key: Refusal(next(iter(cut.tensors)), "", why) for cut in placed.chosen.cuts}
+    return refused
+
+
+def _difference(placed: Placed, want: Op, have: Op) -> str | None:
+    if want.target != have.target:
+        return f"the code runs {have.target} instead of {want.target} on a rank's share"
+    needed = _local_shapes(placed, want)
+    shapes = [m.shape if m else None for m in _metas(have)]
+    for need, shape in zip(needed, shapes, strict=False):
+        if need != shape:
+            return f"a literal size in the code does not follow the cut: {_show(shape)}, needed {_show(need)}"
+    for name, value in want.arguments.items():
+        if isinstance(value, float) and value != have.arguments.get(name):
+            return f"a number in the code follows the cut: {have.arguments.get(name)} instead of {value}"
+    return None
+
+
+def _local_shapes(placed: Placed, op: Op) -> list[tuple[int, ...] | None]:
+    chosen = placed.chosen
+    shapes: list[tuple[int, ...] | None] = []
+    tensors = chosen.factored.tensors(op.name)
+    for number, meta in enumerate(_metas(op)):
+        if meta is None or number >= len(tensors):
+            shapes.append(meta.shape if meta else None)
+            continue
+        # a value that is gathered is compared as its maker leaves it: cut
+        cut = chosen.inner | (chosen.gathered if _made_cut(placed, op.name) else frozenset())
+        shapes.append(tuple(local_size(dim, cut, chosen.degree) for dim in tensors[number]))
+    return shapes
+
+
+def _made_cut(placed: Placed, value: str) -> bool:
+    return any(cut.gathered and (value, 0) in cut.touched for cut in placed.chosen.cuts)
+
+
+def _touching(placed: Placed, op: Op) -> list[Cut]:
+    """Return the cuts an op's operands or results have; every cut of the graph if it has none."""
+    values = [op.name, *op.refs()]
+    found = []
+    for cut in placed.chosen.cuts:
+        dims = [d for v in values for t in placed.chosen.factored.tensors(v) for d in t]
+        if any(count(dim, cut.leaves) for dim in dims):
+            found.append(cut)
+    return found or list(placed.chosen.cuts)
+
+
+def _metas(op: Op) -> list[Meta | None]:
+    return list(op.result) if isinstance(op.result, tuple) else [op.result]
+
+
+def _show(shape: tuple[int, ...] | None) -> str:
+    return "(" + ", ".join(map(str, shape or ())) + ")"
