@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from autoshard.api import auto_parallelize, parallelize, plan
     from autoshard.clip import clip_grad_norm_
     from autoshard.execute import set_gradient_sync
+    from autoshard.verification import verify
     from autoshard.whole import full_gradients, full_parameters
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ _HOMES = {
     "set_gradient_sync": "execute",
     "full_gradients": "whole",
     "full_parameters": "whole",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "parallelize",
     "plan",
     "set_gradient_sync",
+    "verify",
 ]
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from autoshard.errors import InvalidArgument, MeshMismatch
 from autoshard.pipeline import Options, run
 from autoshard.plans import Plan
+from autoshard.reading import read_plan
 
 
 def plan(
@@ -134,15 +135,6 @@ def auto_parallelize(
     return parallelize(model, made, optimizer=optimizer)
 
 
-def read_plan(plan: Plan | Mapping[str, Any] | str | Path) -> Plan:
-    """Return a plan given as itself, as data, or as a path."""
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, Mapping):
-        return Plan.from_dict(plan)
-    return Plan.load(plan)
-
-
 _make_plan = plan
 
 
@@ -156,4 +148,4 @@ def _world(world: int | None) -> int:
     raise InvalidArgument("the number of ranks is not known", help="pass world=, or run under torchrun")
 
 
-__all__ = ["auto_parallelize", "parallelize", "plan", "read_plan"]
+__all__ = ["auto_parallelize", "parallelize", "plan"]

@@ -50,10 +50,10 @@ class Applied:
     sync: Sync = field(default_factory=Sync)
     sums: list[UnitSums] = field(default_factory=list)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        import copy
-
-        return Applied(self.plan, self.mesh, copy.deepcopy(self.sync, memo), copy.deepcopy(self.sums, memo))
+    def forget(self, module: nn.Module, args: Any) -> None:
+        """Drop the kept gradients that the user dropped; a forward pre-hook of the model."""
+        for sums in self.sums:
+            sums.forget()
 
     def settle(self, module: nn.Module, args: Any, answer: Any) -> None:
         """Leave no kept gradient behind; a forward hook of the model."""
@@ -117,6 +117,7 @@ def _cut(model: nn.Module, applied: Applied) -> None:
         sums.install()
     applied.sums += used
     if used:
+        model.register_forward_pre_hook(applied.forget)
         model.register_forward_hook(applied.settle)
 
 

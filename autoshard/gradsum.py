@@ -69,6 +69,14 @@ class UnitSums:
         found = self._reads[-1].get(index) if self._reads else None
         return found[1] if found is not None and found[0] is parameter else None
 
+    def forget(self) -> None:
+        """At the start of the model's forward, drop what the user has dropped: ``zero_grad`` took its zeros away.
+
+        FSDP keeps the gradients of an accumulation through ``zero_grad``, and so do we then.
+        """
+        if self._kept and reduces_gradients(self.unit) is None:
+            self._kept = {i: (p, total) for i, (p, total) in self._kept.items() if p.grad is not None}
+
     def settle(self) -> None:
         """At the end of the model's forward, sum what was kept where that forward did not use the unit.
 
@@ -82,11 +90,8 @@ class UnitSums:
                 parameters[index].grad = gradient if old is None else old + gradient
 
     def reduce(self, gradients: dict[int, Tensor], specs: dict[int, DTensorSpec]) -> dict[int, DTensor]:
-        """Return the gradients summed over tp, with what was kept; nothing, and keep them, while not in sync."""
-        totals = dict(gradients)
-        for index in [i for i in self._kept if i in specs]:
-            _, kept = self._kept.pop(index)
-            totals[index] = totals[index] + kept if index in totals else kept
+        """Return the gradients summed over tp, with what was kept for them and for the others of ``specs``."""
+        totals = self._with_kept(gradients, specs)
         summed: dict[int, DTensor] = {}
         for indices in _by_dtype(totals).values():
             flat = lift(torch.cat([totals[i].reshape(-1) for i in indices]))
@@ -96,11 +101,20 @@ class UnitSums:
                 summed[index] = wrap(piece.view(totals[index].shape), specs[index])
         return summed
 
-    def keep(self, gradients: dict[int, Tensor], parameters: dict[int, DTensor]) -> None:
-        """Add the gradients to what waits for the next synchronised backward."""
-        for index, gradient in gradients.items():
-            old = self._kept.get(index)
-            self._kept[index] = (parameters[index], gradient.clone() if old is None else old[1] + gradient)
+    def keep(self, gradients: dict[int, Tensor], parameters: dict[int, DTensor]) -> dict[int, DTensor]:
+        """Add the gradients to what waits for the next synchronised backward, and return zeros in their place."""
+        totals = self._with_kept(gradients, {index: spec_of(parameters[index]) for index in gradients})
+        for index, total in totals.items():
+            self._kept[index] = (parameters[index], total.clone() if total is gradients.get(index) else total)
+        return {index: wrap(torch.zeros_like(total), spec_of(parameters[index])) for index, total in totals.items()}
+
+    def _with_kept(self, gradients: dict[int, Tensor], specs: dict[int, DTensorSpec]) -> dict[int, Tensor]:
+        """Take what was kept for the parameters of ``specs``, and return the gradients with it."""
+        totals = dict(gradients)
+        for index in [i for i in self._kept if i in specs]:
+            _, kept = self._kept.pop(index)
+            totals[index] = totals[index] + kept if index in totals else kept
+        return totals
 
     def _synchronises(self) -> bool:
         said = reduces_gradients(self.unit)
@@ -153,10 +167,10 @@ class _ReadAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         given = {i: g for i, g in zip(ctx.parameters, gradients, strict=True) if g is not None}
         if not ctx.sums._synchronises():
-            ctx.sums.keep(given, ctx.parameters)
-            return (None, None, *(None for _ in gradients))
-        summed = ctx.sums.reduce(given, {i: spec_of(p) for i, p in ctx.parameters.items()})
-        return (None, None, *(summed.get(i) for i in ctx.parameters))
+            answers = ctx.sums.keep(given, ctx.parameters)
+        else:
+            answers = ctx.sums.reduce(given, {i: spec_of(p) for i, p in ctx.parameters.items()})
+        return (None, None, *(answers.get(i) for i in ctx.parameters))
 
 
 def _alias(local: Tensor) -> Tensor:

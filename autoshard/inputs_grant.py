@@ -148,8 +148,8 @@ def _resized(wish: Wish, place: int, size: int, guess: Guess, facts: Facts) -> l
         return [kept]
     if want.op == "batch_norm":
         return [Grant(without), dataclasses.replace(kept, cost=2)]
-    own = Grant(guess.with_dim(place, Dim("length", size, True)), 0 if want.exact else 1)
-    everywhere = Grant(guess, 2 if size in (1, facts.batch) else 0, sequence=size)
+    own = Grant(guess.with_dim(place, Dim("length", size, True)), 0 if want.exact else 2)
+    everywhere = Grant(guess, 2 if size in (1, facts.batch) else 1, sequence=size)
     return [own, Grant(without, 1)] if want.exact else [everywhere, own, Grant(without, 1)]
 
 

@@ -13,7 +13,7 @@ from autoshard._torch import NO_VALUES, TorchDispatchMode
 _MOST = 1_000
 
 
-class ValueInventor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ValueInventor(TorchDispatchMode):
     """Answers what fake tensors cannot: numbers read from a tensor, and results whose shape depends on values.
 
     As many elements are found as there are. Enter it inside the fake mode.

@@ -7,12 +7,9 @@ argument became, or where it fails, the run stops and says which operator asked 
 from __future__ import annotations
 
 import contextlib
-import linecache
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard._torch import FakeMode, quiet_fake_tensors
 from autoshard.inputs_invent import ValueInventor
+from autoshard.inputs_missing import missing_arguments
 from autoshard.inputs_wants import Want, broadcast_wants, is_consumer, joined_wants, reshape_wants, wants
 from autoshard.outputs import tensors
 from autoshard.user_code import ERRORS
@@ -210,7 +208,7 @@ class _Watch(TorchFunctionMode):
 
     def _spread(self, name: str, marks: tuple[_Mark, ...], args: Any, result: Any) -> None:
         """Mark what came out."""
-        if name == "arange" and isinstance(result, Tensor) and len(args) == 1:
+        if name == "arange" and isinstance(result, Tensor) and (len(args) == 1 or args[:1] == (0,)):
             self.ranges[result] = result.shape[0]
         elif name in ("unsqueeze", "expand", "view", "to", "__getitem__") and args and isinstance(args[0], Tensor):
             end = self.ranges.get(args[0], 0)
@@ -295,35 +293,10 @@ def _failure(error: BaseException, watch: _Watch, arguments: Mapping[str, Any]) 
         wishes=stop.wishes if stop else (),
         touched=stop.touched if stop else (),
         last_shape=watch.last_shape,
-        missing=tuple(_missing(error, absent)),
+        missing=tuple(missing_arguments(error, absent)),
         iterated=tuple(watch.iterated),
         key=stop.key if stop else None,
     )
-
-
-def _missing(error: BaseException, absent: list[str]) -> list[str]:
-    """Return the absent arguments that the error names, or that are None on the lines that it came through."""
-    text = str(error)
-    named = [name for name in absent if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
-    found = sorted(named, key=text.index)
-    if "None" in text:
-        for frame, line in reversed(list(_frames(error.__traceback__))):
-            names = [name for name in absent if name in frame.f_locals and frame.f_locals[name] is None]
-            found += [name for name in names if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", line)]
-    return list(dict.fromkeys(found))
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, str]]:
-    """Yield each frame with the source of the statement that it was in."""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        positions = list(code.co_positions())[traceback.tb_lasti // 2]
-        first, last = positions[0] or traceback.tb_lineno, positions[1] or traceback.tb_lineno
-        yield (
-            traceback.tb_frame,
-            " ".join(linecache.getline(code.co_filename, line) for line in range(first, last + 1)),
-        )
-        traceback = traceback.tb_next
 
 
 def _describe(want: Want) -> str:

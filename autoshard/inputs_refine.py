@@ -83,11 +83,16 @@ class Candidate:
         guesses = dict(self.guesses)
         names = [parameter.name for parameter in facts.parameters]
         for mask, ids in MASKS.items():
-            beside = ids if ids in names else "ids"
-            if mask in names and mask not in self.declined and beside in guesses and guesses[beside].kind == "ids":
-                guesses.setdefault(mask, Guess("ones", guesses[beside].dims, torch.int64))
+            beside = guesses.get(ids) if ids in names or mask != "attention_mask" else _first_ids(guesses)
+            if mask in names and mask not in self.declined and beside is not None and beside.kind == "ids":
+                guesses.setdefault(mask, Guess("ones", beside.dims, torch.int64))
         order = sorted(guesses, key=lambda path: names.index(path.split(".")[0]))
         return dataclasses.replace(self, guesses={path: guesses[path] for path in order})
+
+
+def _first_ids(guesses: Mapping[str, Guess]) -> Guess | None:
+    first = [guess for path, guess in guesses.items() if not path.startswith("decoder")]
+    return next((guess for guess in first if guess.kind == "ids" and len(guess.dims) == 2), None)
 
 
 def refine(candidate: Candidate, failure: Failure, facts: Facts) -> Iterator[Candidate]:

@@ -40,6 +40,7 @@ class Options:
         devices_per_node: tp stays inside a node.
         overrides: ``"replicate"`` by module or parameter pattern.
         example_inputs: what the forward is traced with, or None.
+        check_heads: whether a pinned tp under which no attention is cut is refused.
     """
 
     world: int
@@ -53,6 +54,7 @@ class Options:
     devices_per_node: int = 8
     overrides: Mapping[str, str] = field(default_factory=dict)
     example_inputs: Any = None
+    check_heads: bool = True
 
 
 def run(model: nn.Module, options: Options, progress: Callable[[str], None] | None = None) -> tuple[Plan, Stages]:
@@ -81,7 +83,7 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     mesh, why, choices = clock.run("choose mesh", lambda: meshes.run(bytes_on), lambda r: str(r[0]))
     placed = clock.run("cut and place", lambda: solver.place(mesh.tp), _count_cuts)
     placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, options.example_inputs), _count_cuts)
-    if options.tp is not None and options.tp > 1:
+    if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
     emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)))
     plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")

@@ -6,6 +6,7 @@ Works with no process group and beside a live one, which is put aside and put ba
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,7 @@ def _live_group_aside() -> Iterator[None]:
     world, count, backend = module._world.default_pg, module._world.group_count, module._backend
     tables = {name: dict(getattr(module, name)) for name in _TABLES}
     coalescing = dict(module._world.pg_coalesce_state)
+    excepthook = sys.excepthook  # making a group puts the rank in front of every traceback
     try:
         for name in _TABLES:
             getattr(module, name).clear()
@@ -70,6 +72,7 @@ def _live_group_aside() -> Iterator[None]:
         module._world.pg_coalesce_state.update(coalescing)
         module._world.group_count = count
         module._backend = backend
+        sys.excepthook = excepthook
         # the setter also tells the C++ side which group is the default one
         module.GroupMember.WORLD = world
 

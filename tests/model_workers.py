@@ -10,9 +10,10 @@ import torch.distributed as dist
 from models import build, logits_of, token_loss
 from torch import Tensor, nn
 
-from autoshard.api import parallelize, read_plan
+from autoshard.api import parallelize
 from autoshard.execute import set_gradient_sync
 from autoshard.plans import Plan
+from autoshard.reading import read_plan
 from autoshard.whole import full_gradients, full_parameters
 
 

@@ -174,6 +174,19 @@ def unused_in_the_last_backward(mesh: Mesh) -> Report:
     return twins.report
 
 
+def dropped_accumulation(mesh: Mesh) -> Report:
+    """``zero_grad`` drops what an unsynchronised backward has left, all of it."""
+    twins = Twins(Config(), mesh)
+    set_gradient_sync(twins.model, False)
+    twins.step()
+    twins.zero()
+    twins.step(divide=2)
+    set_gradient_sync(twins.model, True)
+    twins.step(divide=2)
+    twins.compare_gradients("after dropping")
+    return twins.report
+
+
 def _skipped(x: Tensor) -> Tensor:
     return x
 

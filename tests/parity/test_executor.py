@@ -63,6 +63,10 @@ def test_a_layer_that_the_last_backward_skips_keeps_its_gradient(gloo: Gloo, mes
     assert exact(gloo(mesh.world).run(workers.unused_in_the_last_backward, mesh)[0])
 
 
+def test_zero_grad_drops_an_accumulation(gloo: Gloo) -> None:
+    assert exact(gloo(2).run(workers.dropped_accumulation, TENSOR_PARALLEL)[0])
+
+
 @pytest.mark.parametrize("mesh", [TENSOR_PARALLEL, WITH_FSDP], ids=str)
 def test_an_exception_in_a_region_leaves_nothing_behind(gloo: Gloo, mesh: Mesh) -> None:
     report, left = gloo(mesh.world).run(workers.after_an_exception, mesh)[0]

@@ -71,12 +71,12 @@ def spoil(data: dict[str, Any], how: str) -> None:
     if how == "grad_sum":
         next(t for t in parameters.values() if t["grad_sum"])["grad_sum"] = None
     elif how == "enter":
-        next(m for m in modules.values() if "R->V" in m["inputs"].values())["inputs"].clear()
+        module = next(m for m in modules.values() if "R->V" in m["inputs"].values())
+        module["inputs"], module["share"] = {}, {}
     elif how == "first_rank":
         next(t for t in parameters.values() if t["read"] == "first_rank")["read"] = "local"
     elif how == "reduce":
-        module = next(m for m in modules.values() if m["style"] == "rowwise")
-        module["outputs"].clear()
+        next(m for m in modules.values() if m["style"] == "rowwise")["outputs"] = {}
 
 
 @pytest.mark.parametrize(
