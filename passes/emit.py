@@ -151,6 +151,8 @@ class _Whys:
             return None, self.placed.grad_sums[tensor.fqn]
         if tensor.fqn in self.placed.first_rank:
             return None, "a bias added to a partial sum: it counts once, on the first tp rank"
+        if self.placed.chosen.degree == 1:
+            return None, "there is one tp rank"
         if tensor.value is None:
             return None, "the traced forward does not use it"
         return None, self.placed.chosen.whys.get(tensor.fqn, "no extent of it can be cut alone")

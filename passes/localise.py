@@ -58,7 +58,8 @@ class Localise:
             return {}
         expected = placed.chosen.factored.traced
         try:
-            got = Trace(self.given, self._shapes(placed), self._gather(placed)).run(model)
+            share = Trace(self.given, self._shapes(placed), partial(_free_padding, placed), self._gather(placed))
+            got = share.run(model)
         except TraceError as error:
             return _blame_line(placed, error)
         return _compare(placed, expected, got)
@@ -90,6 +91,13 @@ class Localise:
             return result
 
         return after
+
+
+def _free_padding(placed: Placed, twin: nn.Module) -> None:
+    """A row-cut table takes local row numbers: its padding row, a global one, is the executor's business."""
+    for fqn in placed.lookups:
+        if getattr(twin.get_submodule(fqn), "padding_idx", None) is not None:
+            twin.get_submodule(fqn).padding_idx = None  # type: ignore[assignment]
 
 
 def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:

@@ -124,7 +124,8 @@ class _Walk:
         self.first_rank: set[str] = set()
         self.lookups: dict[str, str] = {}
         self.edges: dict[str, list[Op]] = defaultdict(list)
-        self.entered_by: dict[str, Op] = {}
+        self.ops = {op.name: op for op in self.traced.ops}
+        self.order = {name: i for i, name in enumerate(self.metas)}
         self.users: dict[str, list[Op]] = defaultdict(list)
         self.parameter_of: dict[str, str] = {s.name: s.fqn for s in self.traced.sources if s.kind == "parameter"}
         self.trainable: dict[str, bool] = {}
@@ -153,12 +154,15 @@ class _Walk:
             self._step(op)
         for output in self.traced.outputs:
             if self.states[output.value] is not State.R and not output.state:
-                op = next(o for o in self.traced.ops if o.name == output.value)
+                op = self.ops[output.value]
                 raise _Refused(op, f"the model returns it ({output.path or 'its result'}) while it is not whole")
         self._sum_gradients()
-        for value, ops in self.edges.items():
-            if value not in self.weights:
-                self._enter(value, ops)
+        # from the last value to the first: where a region grows backwards, earlier edges join it
+        done: set[str] = set()
+        while pending := [v for v in self.edges if v not in done and v not in self.weights]:
+            value = max(pending, key=self._position)
+            done.add(value)
+            self._enter(value, self.edges[value])
         self._agree_over_calls()
 
     # ---- states
@@ -291,7 +295,7 @@ class _Walk:
         for op in ops:
             found = self._entry(value, op, names)
             if found is None:
-                if not self._enter_at_source(value, ops):
+                if not self._enter_at_source(value, ops) and not self._enter_before(value, ops):
                     raise _Refused(op, "the region begins inside the module's own code", [value])
                 return
             entries.update(found)
@@ -300,6 +304,28 @@ class _Walk:
         why = "its gradient is a partial sum on each rank"
         for number, path in entries:
             self._convert(self.calls[number], "inputs", path, "R->V", value, why, share)
+
+    def _enter_before(self, value: str, ops: list[Op]) -> bool:
+        """Let the op that made the value be part of the region too, if every use of its result is.
+
+        Any op may work on V values: what enters then is what that op reads.
+        """
+        names = {op.name for op in ops}
+        made = self.ops.get(value)
+        if made is None or any(user.name not in names for user in self.users[value]):
+            return False
+        if any(output.value == value for output in self.traced.outputs) or made.target == "getitem":
+            return False
+        sources = [n for n in dict.fromkeys(made.refs()) if self.trainable.get(n)]
+        if any(n in self.weights or self.states[n] is not State.R for n in sources):
+            return False
+        self.states[value] = State.V
+        for name in sources:
+            self._edge(made, name)
+        return True
+
+    def _position(self, value: str) -> int:
+        return self.order.get(value, -1)
 
     def _entry(self, value: str, op: Op, names: set[str]) -> dict[tuple[int, str], None] | None:
         """Return the outermost call around ``op`` that takes the value and uses it nowhere but in regions."""
@@ -314,7 +340,7 @@ class _Walk:
     def _enter_at_source(self, value: str, ops: list[Op]) -> bool:
         """Put ``R->V`` where a module returns the value, if every use of it is in a region."""
         names = {op.name for op in ops}
-        made = next((op for op in self.traced.ops if op.name == value), None)
+        made = self.ops.get(value)
         if made is None or any(user.name not in names for user in self.users[value]):
             return False
         if any(output.value == value for output in self.traced.outputs):
@@ -338,8 +364,8 @@ class _Walk:
             if inside and outside:
                 raise _Refused(inside[0], f"{fqn} is used both on whole values and on the ranks' shares")
             if inside:
-                op = inside[0]
-                self.grad_sums[fqn] = f"whole, but used on each rank's share in {op.module or 'the model'} ({op.where})"
+                where = f" ({inside[0].where})" if inside[0].where else ""
+                self.grad_sums[fqn] = f"it works on each rank's share, so its gradient is partial{where}"
 
     def _uses(self, value: str) -> tuple[list[Op], list[Op]]:
         """Return the ops that use a weight on shares, and those that use it on whole values."""

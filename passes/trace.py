@@ -30,11 +30,13 @@ class Trace:
     Attributes:
         given: example inputs, or None to synthesise them.
         shapes: the shapes of tensors that differ from the model's (a rank's share), by name.
+        prepare: called with the twin before it is traced; may change it.
         after: called with (fqn, outputs) at the end of each module call of the traced twin; may replace the outputs.
     """
 
     given: Any = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], None] | None = None
     after: Callable[[str, Any], Any] | None = None
 
     def run(self, model: nn.Module) -> Traced:
@@ -45,6 +47,8 @@ class Trace:
             TraceError: torch.export could not follow the forward.
         """
         twin = make_twin(model, self.shapes)
+        if self.prepare is not None:
+            self.prepare(twin.model)
         inputs = example_inputs(twin.model, self.given)
         return _trace(model, twin, inputs, self.after)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIBRARY = sorted((ROOT / "autoshard").glob("*.py"))
+LIBRARY = sorted([*(ROOT / "autoshard").glob("*.py"), *(ROOT / "autoshard" / "inputs").glob("*.py")])
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 TORCH_FREE = ("autoshard", "autoshard.plans", "autoshard.report", "autoshard.diff", "autoshard.errors", "autoshard.ir")
 LEAVES = {"errors": set(), "plans": {"errors"}, "ir": {"errors"}, "words": {"plans"}}
@@ -68,5 +68,6 @@ def test_passes_is_no_package_of_its_own() -> None:
 def test_every_package_is_installed() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         named = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
-    folders = {path.parent.relative_to(ROOT) for path in PASSES if path.name == "__init__.py"}
-    assert named == {"autoshard"} | {".".join(("autoshard", *folder.parts)) for folder in folders}
+    files = [*LIBRARY, *(ROOT / "autoshard" / path.relative_to(ROOT) for path in PASSES)]
+    folders = {path.parent.relative_to(ROOT) for path in files if path.name == "__init__.py"}
+    assert named == {".".join(folder.parts) for folder in folders}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoshard.inputs_guess import Dim, Facts, Guess
-from autoshard.inputs_refine import Candidate
+from autoshard.inputs.guess import Dim, Facts, Guess
+from autoshard.inputs.refine import Candidate
 from autoshard.user_code import ERRORS
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autoshard.inputs_grant import at_rank, grants, with_sides
-from autoshard.inputs_guess import SEQUENCE, Dim, Facts, Guess
-from autoshard.inputs_probe import Failure
+from autoshard.inputs.grant import at_rank, grants, with_sides
+from autoshard.inputs.guess import SEQUENCE, Dim, Facts, Guess
+from autoshard.inputs.probe import Failure
 
 _SIDES = (32, 64, 224, 28, 16, 8, 128, 14, 56, 112, 256, 96, 192, 384)
 _MOST_ELEMENTS = 1 << 22

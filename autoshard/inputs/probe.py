@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard._torch import FakeMode, quiet_fake_tensors
-from autoshard.inputs_invent import ValueInventor
-from autoshard.inputs_missing import missing_arguments
-from autoshard.inputs_wants import Want, broadcast_wants, is_consumer, joined_wants, reshape_wants, wants
+from autoshard.inputs.invent import ValueInventor
+from autoshard.inputs.missing import missing_arguments
+from autoshard.inputs.wants import Want, broadcast_wants, is_consumer, joined_wants, reshape_wants, wants
 from autoshard.outputs import tensors
 from autoshard.user_code import ERRORS
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoshard._torch import FakeMode
-from autoshard.inputs_guess import Facts, Guess
+from autoshard.inputs.guess import Facts, Guess
 
 
 def make_tensor(guess: Guess, device: torch.device, mode: FakeMode, generator: torch.Generator) -> Any:

@@ -8,8 +8,8 @@ from math import isqrt
 
 import torch
 
-from autoshard.inputs_guess import BATCH, SEQUENCE, Dim, Facts, Guess
-from autoshard.inputs_probe import Wish
+from autoshard.inputs.guess import BATCH, SEQUENCE, Dim, Facts, Guess
+from autoshard.inputs.probe import Wish
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from autoshard._torch import FakeMode, fake_mode_of
 from autoshard.errors import InputsNotFound, InvalidArgument
-from autoshard.inputs_given import given_dims, split_given
-from autoshard.inputs_guess import Guess, read_facts
-from autoshard.inputs_make import arrange, make_tensor, path_of, real_tensor
-from autoshard.inputs_probe import Outcome, probe
-from autoshard.inputs_refine import Candidate, polished, refine
-from autoshard.inputs_seed import seeds
+from autoshard.inputs.given import given_dims, split_given
+from autoshard.inputs.guess import Guess, read_facts
+from autoshard.inputs.make import arrange, make_tensor, path_of, real_tensor
+from autoshard.inputs.probe import Outcome, probe
+from autoshard.inputs.refine import Candidate, polished, refine
+from autoshard.inputs.seed import seeds
 
 # deterministic limits, so that a plan is the same on every machine: forwards, and operators run in all of them
 _MOST_TRIES = 200
