@@ -200,7 +200,7 @@ class GraphReader:
             outputs=tuple(Output(p, v, state) for (p, state), v in zip(paths, self.outputs, strict=True)),
             parameters=_held(self.model.named_parameters(remove_duplicate=False), used),
             buffers=_held(self.model.named_buffers(remove_duplicate=False), used),
-            containers=_containers(self.model),
+            containers=containers_of(self.model),
             assumptions=inputs.assumptions,
             workload_dims={s.name: dims for s in self.sources.values() for dims in [_dims(s, inputs)] if dims},
         )
@@ -239,7 +239,7 @@ def _held(named: Any, used: Mapping[str, str]) -> tuple[Held, ...]:
     )
 
 
-def _containers(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+def containers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the children of every list-like container that is not inside another one."""
     found: list[tuple[str, ...]] = []
     for fqn, module in model.named_modules():

@@ -25,12 +25,17 @@ class Twin:
     mode: FakeTensorMode
 
 
-def make_twin(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Twin:
+def make_twin(
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    lengths: Mapping[str, int] | None = None,
+) -> Twin:
     """Copy the modules of ``model`` around fake tensors; ties and shared modules stay tied and shared.
 
     Args:
         model: on any device, meta included; left as it is.
         shapes: shape (elements) by parameter or buffer name, for those that differ from the model's: a rank's share.
+        lengths: how many children to keep, by name of a list of blocks; all where left out.
 
     Raises:
         AlreadyParallelized: a parameter is a DTensor.
@@ -39,6 +44,9 @@ def make_twin(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = N
     shapes = shapes or {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, object] = {}
+    dropped = [child for name, n in (lengths or {}).items() for child in list(model.get_submodule(name).children())[n:]]
+    for child in dropped:
+        memo[id(child)] = None
     with mode:
         for fqn, parameter in model.named_parameters(remove_duplicate=True):
             if isinstance(parameter, DTensor):
@@ -60,6 +68,10 @@ def make_twin(model: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = N
             got=f"{type(error).__name__}: {error}",
             help="hold what cannot be copied (locks, handles, non-leaf tensors) outside the module",
         ) from error
+    for name, length in (lengths or {}).items():
+        modules = twin.get_submodule(name)._modules
+        for key in list(modules)[length:]:
+            del modules[key]
     return Twin(twin, mode)
 
 

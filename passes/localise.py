@@ -95,9 +95,10 @@ class Localise:
 
 def _free_padding(placed: Placed, twin: nn.Module) -> None:
     """A row-cut table takes local row numbers: its padding row, a global one, is the executor's business."""
+    modules = dict(twin.named_modules())
     for fqn in placed.lookups:
-        if getattr(twin.get_submodule(fqn), "padding_idx", None) is not None:
-            twin.get_submodule(fqn).padding_idx = None  # type: ignore[assignment]
+        if getattr(modules.get(fqn), "padding_idx", None) is not None:
+            modules[fqn].padding_idx = None  # type: ignore[assignment]
 
 
 def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:

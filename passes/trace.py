@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.calls import CallRecorder
-from autoshard.errors import TraceError
-from autoshard.exported import GraphReader, user_place
+from autoshard.errors import AutoshardError, TraceError
+from autoshard.exported import GraphReader, containers_of, user_place
 from autoshard.inputs import ExampleInputs, example_inputs
 from autoshard.ir import Traced
 from autoshard.outputs import states, tensors
+from autoshard.passes.unroll import NotAlike, find_repeats, unroll
 from autoshard.quiet import quiet
 from autoshard.twin import Twin, make_twin
 
@@ -32,12 +33,14 @@ class Trace:
         shapes: the shapes of tensors that differ from the model's (a rank's share), by name.
         prepare: called with the twin before it is traced; may change it.
         after: called with (fqn, outputs) at the end of each module call of the traced twin; may replace the outputs.
+        whole: trace every block, also those that repeat an earlier one.
     """
 
     given: Any = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     prepare: Callable[[nn.Module], None] | None = None
     after: Callable[[str, Any], Any] | None = None
+    whole: bool = False
 
     def run(self, model: nn.Module) -> Traced:
         """Return the graph of ``model``'s forward.
@@ -46,7 +49,19 @@ class Trace:
             InputsNotFound: no inputs were given and none could be made.
             TraceError: torch.export could not follow the forward.
         """
-        twin = make_twin(model, self.shapes)
+        repeats = () if self.whole else find_repeats(model, containers_of(model))
+        if repeats:
+            try:
+                shallow = self._once(model, {r.container: r.kept for r in repeats})
+                for one in repeats:
+                    shallow = unroll(shallow, one)
+            except (NotAlike, AutoshardError):
+                return self._once(model, {})  # whatever is wrong with the blocks shows on the whole model
+            return shallow
+        return self._once(model, {})
+
+    def _once(self, model: nn.Module, lengths: Mapping[str, int]) -> Traced:
+        twin = make_twin(model, self.shapes, lengths)
         if self.prepare is not None:
             self.prepare(twin.model)
         inputs = example_inputs(twin.model, self.given)

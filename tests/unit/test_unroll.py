@@ -1,0 +1,105 @@
+"""Repeated blocks are traced twice and written out: the same graph, and the same plan, as the whole trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Decoder, hf
+from torch import Tensor, nn
+
+from autoshard.api import plan as make_plan
+from autoshard.passes import trace as tracing
+from autoshard.passes.trace import Trace
+from autoshard.passes.unroll import find_repeats
+
+IDS = (torch.zeros(2, 7, dtype=torch.long),)
+
+
+class TwoKinds(Decoder):
+    """Blocks alternate between heads with norms and without, and each knows its own number."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=0)
+        self.blocks = nn.ModuleList(Block(head_norm=i % 2 == 1) for i in range(layers))
+        for i, block in enumerate(self.blocks):
+            block.index = i  # type: ignore[assignment]
+
+
+class Indexed(Decoder):
+    """The loop counts to a number of its own, so that no block can be left out."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for i in range(6):
+            x = self.blocks[i](x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Scaled(Decoder):
+    """The model works between its blocks."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for i, block in enumerate(self.blocks):
+            x = block(x) * (1 + i)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Deepened(Decoder):
+    """Blocks differ in a number that their code uses."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=layers)
+        for i, block in enumerate(self.blocks):
+            block.norm1.eps = 10.0 ** -(i + 1)  # type: ignore[union-attr, assignment]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "alike": (lambda: Decoder(layers=7), True),
+    "two kinds": (lambda: TwoKinds(9), True),
+    "llama": (lambda: hf("Llama", num_hidden_layers=5), True),
+    "gemma2, sliding and full": (lambda: hf("Gemma2", num_hidden_layers=7), True),
+    "qwen3": (lambda: hf("Qwen3", num_hidden_layers=4), True),
+    "counted loop": (lambda: Indexed(layers=6), False),
+    "work between": (lambda: Scaled(layers=6), False),
+    "other numbers": (lambda: Deepened(6), False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_that_of_the_whole_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[name][0]()
+    given: Any = {"input_ids": IDS[0]} if hasattr(model, "config") else IDS
+    folded = make_plan(model, world=4, tp=2, example_inputs=given)
+    monkeypatch.setattr(tracing, "find_repeats", lambda *_: ())
+    whole = make_plan(model, world=4, tp=2, example_inputs=given)
+    assert folded.to_dict() == whole.to_dict()
+    assert folded == whole
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_what_repeats_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, repeats = MODELS[name][0](), MODELS[name][1]
+    lengths: list[int] = []
+    once = Trace._once
+
+    def spy(self: Trace, traced: nn.Module, kept: dict[str, int]) -> Any:
+        lengths.append(len(kept))
+        return once(self, traced, kept)
+
+    monkeypatch.setattr(Trace, "_once", spy)
+    given: Any = {"input_ids": IDS[0]} if hasattr(model, "config") else IDS
+    Trace(given=given).run(model)
+    tried_and_given_up = lengths[-1] == 0
+    assert tried_and_given_up is not repeats
+
+
+def test_blocks_with_their_own_number_are_of_one_kind() -> None:
+    model = TwoKinds(9)
+    children = tuple(f"blocks.{i}" for i in range(9))
+    (found,) = find_repeats(model, (children,))
+    assert found.kinds == (0, 1, 0, 1, 0, 1, 0, 1, 0)
+    assert found.kept == 4
