@@ -98,7 +98,7 @@ def _free_padding(placed: Placed, twin: nn.Module) -> None:
     modules = dict(twin.named_modules())
     for fqn in placed.lookups:
         if getattr(modules.get(fqn), "padding_idx", None) is not None:
-            modules[fqn].padding_idx = None  # type: ignore[assignment]
+            modules[fqn].padding_idx = None
 
 
 def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:

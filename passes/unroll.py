@@ -147,13 +147,9 @@ class _Unroll:
         for one, two in pairwise(blocks):
             if not one.ops or not two.ops or order[two.ops[0].name] != order[one.ops[-1].name] + 1:
                 raise NotAlike("the model works between its blocks")
-        last = blocks[-1]
-        for one, two in zip(blocks, [*blocks[1:], None], strict=True):
-            allowed = two.made if two else set()
+        for one, two in pairwise(blocks):
             for op in self.traced.ops:
-                if op.name in one.made or op.name in allowed or one is last:
-                    continue
-                if one.made & set(op.refs()):
+                if op.name not in one.made and op.name not in two.made and one.made & set(op.refs()):
                     raise NotAlike("what a block makes is used beyond the next block")
         returned = {o.value for o in self.traced.outputs if not o.state}
         if any(block.made & returned for block in blocks[:-1]):

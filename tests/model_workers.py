@@ -11,6 +11,7 @@ from models import build, logits_of, token_loss
 from torch import Tensor, nn
 
 from autoshard.api import parallelize
+from autoshard.double import Double
 from autoshard.execute import set_gradient_sync
 from autoshard.plans import Plan
 from autoshard.reading import read_plan
@@ -40,7 +41,11 @@ def _error(got: Tensor | None, want: Tensor | None, scale: float) -> float:
 
 def parity(name: str, data: dict[str, Any], tied: bool = False) -> dict[str, float]:
     """Return the largest relative errors of outputs, loss and gradients, in float64."""
-    plan = read_plan(data)
+    with Double():
+        return _parity(name, read_plan(data), tied)
+
+
+def _parity(name: str, plan: Plan, tied: bool) -> dict[str, float]:
     reference = build(name)
     model = parallelize(copy.deepcopy(reference), plan)
     errors: dict[str, float] = {}

@@ -54,7 +54,7 @@ class Deepened(Decoder):
     def __init__(self, layers: int) -> None:
         super().__init__(layers=layers)
         for i, block in enumerate(self.blocks):
-            block.norm1.eps = 10.0 ** -(i + 1)  # type: ignore[union-attr, assignment]
+            block.norm1.eps = 10.0 ** -(i + 1)  # type: ignore[union-attr]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
