@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from autoshard import cost
 from autoshard.dtypes import dtype_bytes
 from autoshard.folding import fold_refusals, fold_strings, split_number
-from autoshard.ir import Tensor
+from autoshard.ir import Op, Tensor
 from autoshard.passes.cut import Cut
 from autoshard.passes.factors import count
 from autoshard.passes.place import Placed
@@ -48,8 +48,8 @@ class Emit:
         """Return the plan."""
         traced = placed.chosen.factored.traced
         whys = _Whys(placed)
-        parameters = self._tensors(placed, traced.parameters, whys)
-        buffers = self._tensors(placed, traced.buffers, whys)
+        parameters = self._tensors(placed, traced.parameters, whys, sharded=True)
+        buffers = self._tensors(placed, traced.buffers, whys, sharded=False)
         members = self.members(traced.parameters)
         sizes = cost.Sizes.of(placed, self.workload)
         refused = fold_refusals([*placed.chosen.refused, *self.refused])
@@ -71,18 +71,17 @@ class Emit:
             model=traced.model,
         )
 
-    def _tensors(self, placed: Placed, tensors: Iterable[Tensor], whys: _Whys) -> dict[str, TensorPlan]:
+    def _tensors(self, placed: Placed, tensors: Iterable[Tensor], whys: _Whys, sharded: bool) -> dict[str, TensorPlan]:
         found: dict[str, TensorPlan] = {}
         for tensor in tensors:
             dim, why = whys.of(tensor)
             shape = list(tensor.meta.shape)
             if dim is not None:
                 shape[dim] //= self.mesh.tp
-            parameter = tensor in placed.chosen.factored.traced.parameters
-            shard = 0 if parameter and self.mesh.dp_shard > 1 and shape else None
+            shard = 0 if sharded and self.mesh.dp_shard > 1 and shape else None
             if shard is not None:
                 shape[0] = -(-shape[0] // self.mesh.dp_shard)
-            summed = parameter and tensor.fqn in placed.grad_sums and tensor.trainable
+            summed = sharded and tensor.fqn in placed.grad_sums and tensor.trainable
             for name in tensor.names:
                 found[name] = TensorPlan(
                     shape=tensor.meta.shape,
@@ -104,8 +103,10 @@ class Emit:
         """Return the first names of each unit's parameters, the root's last."""
         found: dict[str, list[str]] = {unit: [] for unit in self.units}
         for tensor in parameters:
-            homes = [u for u in self.units if u and tensor.fqn.startswith(u + ".")]
-            found[max(homes, key=len, default="")].append(tensor.fqn)
+            home = tensor.fqn.rpartition(".")[0]
+            while home and home not in found:
+                home = home.rpartition(".")[0]
+            found[home if home in found else ""].append(tensor.fqn)
         return [tuple(found[unit]) for unit in self.units]
 
     def _units(self, members: list[tuple[str, ...]], parameters: Mapping[str, TensorPlan]) -> tuple[Unit, ...]:
@@ -286,6 +287,17 @@ def _warnings(placed: Placed) -> tuple[str, ...]:
         unknown[target].append(where)
     for target, places in unknown.items():
         found.append(f"no rule for {target} ({len(places)} uses, first at {places[0]}): what it touches stays whole")
+    drops = [op for op in placed.chosen.factored.traced.ops if _draws(op)]
+    if placed.chosen.degree > 1 and drops:
+        where = f"{len(drops)} uses, first at {drops[0].where}"
+        found.append(f"dropout is on ({where}): seed the ranks of one tp group alike, or whole values differ on them")
     if placed.chosen.degree > 1 and not placed.chosen.cuts:
         found.append(f"nothing is cut over tp={placed.chosen.degree}: every tp rank does all the work")
     return tuple(found)
+
+
+def _draws(op: Op) -> bool:
+    """Whether an op drops values at random, as it was traced."""
+    if op.target == "aten.scaled_dot_product_attention":
+        return bool(op.arguments.get("dropout_p"))
+    return op.target in ("aten.dropout", "aten.dropout_") and bool(op.arguments.get("train") and op.arguments.get("p"))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 
-from autoshard.ir import Traced
+from autoshard.ir import Tensor, Traced
 
 
 @dataclass(frozen=True)
@@ -18,47 +19,61 @@ class Wrap:
 
     def run(self, traced: Traced) -> tuple[str, ...]:
         """Return the units' module names, innermost first; ``""`` is the root, last."""
-        homes = _homes(traced)
-        blocks = [c for children in traced.containers for c in children if _sound(traced, c, homes) and homes.get(c)]
-        rest = _large(traced, blocks)
-        return (*blocks, *(m for m in rest if _sound(traced, m, homes)), "")
+        homes, readers = _homes(traced), _readers(traced)
+        blocks = [c for c in chain(*traced.containers) if homes.get(c) and _sound(traced, c, homes, readers)]
+        large = [m for m in _large(traced, blocks) if _sound(traced, m, homes, readers)]
+        return (*blocks, *large, "")
 
 
 def _inside(fqn: str, module: str) -> bool:
     return fqn == module or fqn.startswith(module + ".")
 
 
-def _homes(traced: Traced) -> dict[str, list[str]]:
-    """Return, by module name, the parameters that live in it or below it (first names)."""
-    homes: dict[str, list[str]] = defaultdict(list)
+def _homes(traced: Traced) -> dict[str, list[Tensor]]:
+    """Return, by module name, the parameters that live in it or below it."""
+    homes: dict[str, list[Tensor]] = defaultdict(list)
     for parameter in traced.parameters:
-        pieces = parameter.fqn.split(".")[:-1]
-        for i in range(1, len(pieces) + 1):
-            homes[".".join(pieces[:i])].append(parameter.fqn)
+        for outer in _outer(parameter.fqn.rpartition(".")[0]):
+            homes[outer].append(parameter)
     return homes
 
 
-def _sound(traced: Traced, module: str, homes: dict[str, list[str]]) -> bool:
+def _readers(traced: Traced) -> dict[str, list[tuple[int, ...]]]:
+    """Return, by value, the calls around each op that reads it."""
+    found: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for op in traced.ops:
+        for name in op.refs():
+            found[name].append(op.calls)
+    return found
+
+
+def _sound(
+    traced: Traced, module: str, homes: dict[str, list[Tensor]], readers: dict[str, list[tuple[int, ...]]]
+) -> bool:
+    """Whether the module is called, and nothing outside its calls reads or names its parameters."""
     calls = {call.id for call in traced.calls if call.fqn == module}
-    if not calls:
+    own = homes.get(module, ())
+    if not calls or any(not _inside(name, module) for tensor in own for name in tensor.names):
         return False
-    own = set(homes.get(module, ()))
-    values = {p.value for p in traced.parameters if p.fqn in own and p.value}
-    tied_outside = any(p.fqn in own and any(not _inside(name, module) for name in p.names) for p in traced.parameters)
-    if tied_outside:
-        return False
-    return all(calls & set(op.calls) for op in traced.ops if values & set(op.refs()))
+    return all(calls & set(around) for tensor in own if tensor.value for around in readers[tensor.value])
 
 
 def _large(traced: Traced, blocks: list[str]) -> list[str]:
     """Return modules outside the blocks whose own parameters weigh at least half a block."""
     numel: dict[str, int] = defaultdict(int)
-    in_blocks = 0
+    in_blocks, known = 0, set(blocks)
     for parameter in traced.parameters:
-        if any(_inside(parameter.fqn, block) for block in blocks):
+        home = parameter.fqn.rpartition(".")[0]
+        if any(outer in known for outer in _outer(home)):
             in_blocks += parameter.meta.numel
         else:
-            numel[parameter.fqn.rpartition(".")[0]] += parameter.meta.numel
+            numel[home] += parameter.meta.numel
     if not blocks:
         return []
     return [module for module, count in numel.items() if module and count * 2 * len(blocks) >= in_blocks]
+
+
+def _outer(module: str) -> list[str]:
+    """Return the module's name and those of the modules around it."""
+    pieces = module.split(".")
+    return [".".join(pieces[: i + 1]) for i in range(len(pieces))]

@@ -347,3 +347,10 @@ def test_attention_alone_is_a_region_at_the_root() -> None:
     plan = make_plan(Attention(), world=2, tp=2, example_inputs=X)
     assert plan.modules[""].inputs == {"x": "R->V"}
     assert plan.modules["o"].outputs == {"": "P->R"}
+
+
+def test_dropout_in_training_is_warned_of() -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Dropout(0.1), nn.Linear(48, 32))
+    training, evaluating = (make_plan(model.train(mode), world=2, tp=2, example_inputs=X) for mode in (True, False))
+    assert any("dropout is on (1 uses" in w for w in training.warnings)
+    assert not evaluating.warnings
