@@ -90,7 +90,10 @@ def _step(op: Op, walk: Walk) -> None:
     result = rule(op, walk)
     if op.mutates:
         _block_views(op, walk)
-    walk.values[op.name] = _checked(op, walk, result)
+    if not _fits(op, result):  # called in a way its rule does not know: nothing it touches is cut
+        walk.unknown.append((f"{op.target}.{op.overload}", op.where))
+        result = unsupported(op, walk)
+    walk.values[op.name] = result
     if op.target in _VIEWS:
         walk.views.add(op.name)
 
@@ -104,15 +107,15 @@ def _block_views(op: Op, walk: Walk) -> None:
                 walk.block(dim, "it is written in place through a view")
 
 
-def _checked(op: Op, walk: Walk, result: Result) -> Result:
-    """Hold a rule's answer against the traced shape: a wrong rule must not pass in silence."""
+def _fits(op: Op, result: Result) -> bool:
+    """Whether a rule's answer has the traced shape: a wrong one must not pass in silence."""
     metas = op.result if isinstance(op.result, tuple) else (op.result,)
     answers: Sequence[object] = (result or []) if isinstance(op.result, tuple) else [result]
     for meta, dims in zip(metas, answers, strict=False):
-        if meta is not None:
-            got = tuple(d.size for d in (dims if isinstance(dims, list) else []) if isinstance(d, Factor))
-            assert got == meta.shape, f"rule of {op.target}.{op.overload} gives {got}, traced {meta.shape}"
-    return result
+        got = tuple(d.size for d in (dims if isinstance(dims, list) else []) if isinstance(d, Factor))
+        if meta is not None and got != meta.shape:
+            return False
+    return True
 
 
 def blocks_of(dims: Dims) -> list[Block]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from autoshard.ir import Meta, Op, Ref, references
 from autoshard.passes.factors import Factor
+from autoshard.passes.rules.pointwise import pointwise
 from autoshard.passes.rules.walk import Dims, Result, Rule, Walk, dim_of, dims_of
 
 
@@ -33,6 +34,8 @@ def whole(why: str) -> Rule:
     """Return the rule of a reduction that needs its dims whole; both results of a pair have one shape."""
 
     def rule(op: Op, walk: Walk) -> Result:
+        if op.overload == "other":  # the larger or smaller of two tensors, element by element
+            return pointwise(op, walk)
         out = _reduced(op, walk, lambda dim: walk.block(dim, why))
         return [list(out) for _ in op.result] if isinstance(op.result, tuple) else out
 

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]] = {
     "sum": (lambda x: x.sum(-1) + x.sum(1, keepdim=True)[..., 0], X, []),
     "mean var": (lambda x: (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True), X, []),
     "max": (lambda x: x.amax(1) + x.max(1).values, X, []),
+    "max of two": (lambda x, w: torch.min(x, w) + torch.max(x, w), X, [rand(D)]),
     "softmax": (lambda q: q.softmax(-1), (Q,), []),
     "cumsum sort": (lambda x: x.cumsum(1) + x.sort(1).values, X, []),
     "topk": (lambda x: x.topk(4, -1), X, []),
@@ -136,3 +137,16 @@ def test_an_unknown_op_blocks_what_it_touches_and_is_listed() -> None:
     value = next(p.value for p in factored.traced.parameters)
     assert value is not None
     assert all(f.blocks for f in factored.single(value)[:1])
+
+
+def test_a_rule_that_does_not_fit_blocks_and_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoshard.passes.factorise import Factorise
+    from autoshard.passes.rules import TABLE
+    from autoshard.passes.trace import Trace
+
+    monkeypatch.setitem(TABLE, "aten.relu", lambda op, walk: [])
+    factored = Factorise().run(Trace(given=X).run(Call(lambda x, w: F.relu(F.linear(x, w)), [W])))
+    assert [target for target, _ in factored.unknown] == ["aten.relu.default"]
+    value = next(p.value for p in factored.traced.parameters)
+    assert value is not None
+    assert factored.single(value)[0].blocks
