@@ -10,8 +10,11 @@ from autoshard.plans import Mesh, Plan
 
 if TYPE_CHECKING:
     from autoshard.api import auto_parallelize, parallelize, plan
-    from autoshard.clip import clip_grad_norm_
+    from autoshard.clip import clip_grad_norm_, clip_grad_value_
+    from autoshard.data import data_rank, data_world, token_mean
     from autoshard.execute import set_gradient_sync
+    from autoshard.optim_made import optimizers
+    from autoshard.scaler import GradScaler
     from autoshard.verification import verify
     from autoshard.whole import full_gradients, full_parameters
 
@@ -23,6 +26,12 @@ _HOMES = {
     "parallelize": "api",
     "plan": "api",
     "clip_grad_norm_": "clip",
+    "clip_grad_value_": "clip",
+    "data_rank": "data",
+    "data_world": "data",
+    "token_mean": "data",
+    "GradScaler": "scaler",
+    "optimizers": "optim_made",
     "set_gradient_sync": "execute",
     "full_gradients": "whole",
     "full_parameters": "whole",
@@ -31,15 +40,21 @@ _HOMES = {
 
 __all__ = [
     "AutoshardError",
+    "GradScaler",
     "Mesh",
     "Plan",
     "auto_parallelize",
     "clip_grad_norm_",
+    "clip_grad_value_",
+    "data_rank",
+    "data_world",
     "full_gradients",
     "full_parameters",
+    "optimizers",
     "parallelize",
     "plan",
     "set_gradient_sync",
+    "token_mean",
     "verify",
 ]
 

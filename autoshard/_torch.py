@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental import proxy_tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 __all__ = [
@@ -150,6 +151,53 @@ def num_parameter_hooks(parameter: Tensor) -> int:
     return sum(len(table or ()) for table in tables)
 
 
+def num_tensor_hooks(parameter: Tensor) -> int:
+    """Return how many hooks of ``register_hook`` wait for the gradient of a leaf."""
+    return len(parameter._backward_hooks or ())
+
+
+def register_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a post-accumulate-grad hook that runs before those that are there already."""
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    # autograd walks the plain dict below: move_to_end of the ordered one would not reach it
+    others = {key: other for key, other in hooks.items() if key != handle.id}
+    hooks.clear()
+    hooks[handle.id] = hook
+    hooks.update(others)
+
+
+class UnscalingHook(torch.amp.GradScaler):
+    """A gradient scaler with a place to look at what it found, before any rank decides to skip its step."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self._after_unscaling(optimizer, found.values())
+        return found
+
+    def _after_unscaling(self, optimizer: Optimizer, found: Iterable[Tensor]) -> None:
+        """Change in place the 0-dim tensors, one per device, that are 1 where a gradient overflowed, else 0."""
+
+
+# the operators behind F.linear, matmul, convolutions and F.scaled_dot_product_attention
+SAVED_OPERATORS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+)
+
 FakeMode = FakeTensorMode | None
 # what a fake tensor raises where a result depends on values that it does not have
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -164,6 +212,18 @@ def fake_mode_of(values: Iterable[Tensor]) -> FakeMode:
 def quiet_fake_tensors() -> Iterator[None]:
     """Keep fake tensors from logging each operator that refuses its operands, where that is expected."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
+def quiet_redistribution() -> Iterator[None]:
+    """Keep DTensor from advising on the speed of redistributions, where tensors have a few elements."""
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
     before = log.disabled
     log.disabled = True
     try:

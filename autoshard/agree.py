@@ -37,13 +37,14 @@ def gather(value: Any) -> list[Any]:
 
 
 class Unanimous:
-    """A block that raises on every rank if it raises on one, or if the ranks hold different plans.
+    """A block that raises on every rank if it raises on one, or if the ranks hold different plans or options.
 
     Raises:
         RanksDisagree: on the ranks that had nothing to refuse themselves.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, options: str = "") -> None:
+        self.options = options
         self.digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
 
     def __enter__(self) -> None:
@@ -54,18 +55,26 @@ class Unanimous:
     ) -> None:
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt: the others are interrupted too
-        answers = gather((self.digest, None if error is None else f"{type(error).__name__}: {error}"))
+        answers = gather((self.digest, self.options, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             return
-        for rank, (_, text) in enumerate(answers):
+        for rank, (_, _, text) in enumerate(answers):
             if text is not None:
                 raise RanksDisagree(f"rank {rank} refused", got=text, help=f"see the output of rank {rank}")
-        different = [rank for rank, (digest, _) in enumerate(answers) if digest != answers[0][0]]
+        different = [rank for rank, (digest, _, _) in enumerate(answers) if digest != answers[0][0]]
         if different:
             raise RanksDisagree(
                 f"{len(different)} of {len(answers)} ranks have another plan than rank 0",
                 got=f"ranks {different}",
                 help="make the plan on one rank, save it, and load it on all",
+            )
+        others = [rank for rank, (_, options, _) in enumerate(answers) if options != answers[0][1]]
+        if others:
+            raise RanksDisagree(
+                f"{len(others)} of {len(answers)} ranks have other options than rank 0",
+                at=f"ranks {others}",
+                got=f"{answers[others[0]][1]}; on rank 0: {answers[0][1]}",
+                help="pass the same options on every rank",
             )
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.errors import InvalidArgument, MeshMismatch
 from autoshard.pipeline import Options, run
 from autoshard.plans import Plan
 from autoshard.reading import read_plan
+
+if TYPE_CHECKING:
+    from autoshard.optim_made import Wanted
 
 
 def plan(
@@ -82,14 +85,27 @@ def parallelize(
     model: nn.Module,
     plan: Plan | Mapping[str, Any] | str | Path,
     *,
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    optimizer: Wanted = None,
+    mixed_precision: str | MixedPrecisionPolicy | None = None,
+    offload: bool = False,
+    checkpointing: str = "none",
+    compile: bool = False,
+    compile_backend: str | Callable[..., Any] | None = None,
 ) -> nn.Module:
     """Apply a plan to a model, in place, on every rank of a process group.
 
     Args:
         model: the model the plan was made for.
         plan: a plan, its dict, or a path to its file.
-        optimizer: optimizers made before; they end on the sharded parameters, changed in place.
+        optimizer: optimizers made before, which end on the sharded parameters, changed in place; or functions that
+            make one of the sharded model's named parameters, such as ``torch.optim.AdamW``: see ``optimizers``.
+        mixed_precision: ``"bfloat16"`` computes in bfloat16, and reduces and keeps parameters in float32; or torch's
+            ``MixedPrecisionPolicy``, taken as it is.
+        offload: keep parameters, gradients and optimizer state on the host between uses.
+        checkpointing: recompute ``"none"`` of each block's activations in backward, ``"selective"``: all but matmuls
+            and attention, or ``"full"``.
+        compile: compile each block, in place.
+        compile_backend: torch.compile's backend, ``"inductor"`` where left out.
 
     Returns:
         ``model``.
@@ -99,8 +115,12 @@ def parallelize(
     """
     from autoshard.agree import Unanimous
     from autoshard.execute import apply, ensure_process_group, make_mesh
+    from autoshard.forgotten import remember, warn_forgotten
+    from autoshard.optim_made import make_all, split
+    from autoshard.training import Training
 
-    ensure_process_group()
+    training = Training(mixed_precision, offload, checkpointing, compile, compile_backend)
+    ensure_process_group(offload)
     made = read_plan(plan)
     with Unanimous(made):
         if made.mesh.world != dist.get_world_size():
@@ -109,17 +129,27 @@ def parallelize(
                 got=str(made.mesh),
                 help=f"make a plan with world={dist.get_world_size()}, or start {made.mesh.world} processes",
             )
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        existing, factories = split(optimizer)
     device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    return apply(model, made, make_mesh(made, device_type), optimizers)
+    before = remember(model)
+    apply(model, made, make_mesh(made, device_type), existing, training=training)
+    warn_forgotten(model, before)
+    with Unanimous(made):
+        make_all(model, factories, sharded=made.mesh.world > 1)
+    return model
 
 
 def auto_parallelize(
     model: nn.Module,
     world: int | None = None,
     *,
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    optimizer: Wanted = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    mixed_precision: str | MixedPrecisionPolicy | None = None,
+    offload: bool = False,
+    checkpointing: str = "none",
+    compile: bool = False,
+    compile_backend: str | Callable[..., Any] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Plan and apply in one call, under torchrun; takes what ``plan`` and ``parallelize`` take.
@@ -130,9 +160,18 @@ def auto_parallelize(
     from autoshard.execute import ensure_process_group
     from autoshard.together import together
 
-    ensure_process_group()
+    ensure_process_group(offload)
     made = together(lambda: _make_plan(model, world, **options)) if plan is None else plan
-    return parallelize(model, made, optimizer=optimizer)
+    return parallelize(
+        model,
+        made,
+        optimizer=optimizer,
+        mixed_precision=mixed_precision,
+        offload=offload,
+        checkpointing=checkpointing,
+        compile=compile,
+        compile_backend=compile_backend,
+    )
 
 
 _make_plan = plan

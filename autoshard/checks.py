@@ -26,8 +26,8 @@ from autoshard.units import Units
 MARK = "_autoshard"
 
 
-def check(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Refuse what cannot be applied; change nothing.
+def check(model: nn.Module, plan: Plan, mesh: DeviceMesh, simulation: bool = False) -> None:
+    """Refuse what cannot be applied; change nothing. A simulation may cut in parts: it writes no checkpoints.
 
     Raises:
         AlreadyParallelized: the model is sharded.
@@ -38,7 +38,7 @@ def check(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     """
     check_fresh(model)
     check_mesh(plan, mesh)
-    check_parameters(model, plan)
+    check_parameters(model, plan, simulation)
     check_buffers(model, plan)
     check_units(model, plan)
     check_aliases(model, reads_local=plan.mesh.tp > 1)
@@ -73,13 +73,13 @@ def check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
         )
 
 
-def check_parameters(model: nn.Module, plan: Plan) -> None:
+def check_parameters(model: nn.Module, plan: Plan, simulation: bool = False) -> None:
     """Refuse a model whose parameters are not the plan's, naming the first that differs."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor_plan in plan.parameters.items():
         if name not in named:
             raise PlanMismatch(f"the model has no parameter {name}", help=near(name, named))
-        check_tensor(name, named[name], tensor_plan, plan)
+        check_tensor(name, named[name], tensor_plan, plan, simulation)
         if tensor_plan.tied_to is not None and named.get(tensor_plan.tied_to) is not named[name]:
             raise PlanMismatch(f"the plan ties {name} to {tensor_plan.tied_to}, the model does not", at=name)
     for names in _names_by_identity(named):
@@ -97,7 +97,7 @@ def _names_by_identity(named: dict[str, nn.Parameter]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def check_tensor(name: str, tensor: Tensor, tensor_plan: TensorPlan, plan: Plan) -> None:
+def check_tensor(name: str, tensor: Tensor, tensor_plan: TensorPlan, plan: Plan, simulation: bool = False) -> None:
     """Refuse one tensor that is not what the plan says, or a plan for it that cannot be followed."""
     if is_lazy(tensor):
         raise PlanMismatch("a parameter has no shape yet", at=name, help="run the model once before planning")
@@ -117,6 +117,7 @@ def check_tensor(name: str, tensor: Tensor, tensor_plan: TensorPlan, plan: Plan)
             help="register them after the plan is applied",
         )
     _check_cut(name, tensor_plan, plan.mesh.tp)
+    _check_parts(name, tensor_plan, plan.mesh.tp, simulation)
     _check_not_yet(name, tensor_plan, plan.mesh.tp)
     _check_fsdp_dim(name, tensor_plan, plan)
 
@@ -133,11 +134,25 @@ def _check_cut(name: str, tensor_plan: TensorPlan, tp: int) -> None:
         raise InvalidArgument("a parameter that is cut has its own gradient and value on each rank", at=name)
 
 
+def _check_parts(name: str, tensor_plan: TensorPlan, tp: int, simulation: bool) -> None:
+    parts, dim = tensor_plan.tp_parts, tensor_plan.tp_dim
+    if parts is None:
+        return
+    if not simulation:
+        raise InvalidArgument("cutting a parameter in parts is not supported yet: checkpoints need them too", at=name)
+    ends = [0, *(offset + length for offset, length in parts)]
+    whole = dim is not None and [offset for offset, _ in parts] == ends[:-1] and ends[-1] == tensor_plan.shape[dim]
+    if not whole or any(length % tp for _, length in parts):
+        raise InvalidArgument(
+            f"the parts do not make up dim {dim} of {tensor_plan.shape} in pieces that {tp} divides",
+            at=name,
+            got=str(parts),
+        )
+
+
 def _check_not_yet(name: str, tensor_plan: TensorPlan, tp: int) -> None:
     copies = 1 if tensor_plan.tp_dim is not None else tp
     grad_sum = tensor_plan.grad_sum
-    if tensor_plan.tp_parts is not None:
-        raise InvalidArgument("cutting a parameter in parts is not supported yet", at=name)
     if tensor_plan.tp_copies != copies:
         raise InvalidArgument(
             f"{tensor_plan.tp_copies} copies of a piece over {tp} ranks are not supported yet",
@@ -185,9 +200,14 @@ def check_units(model: nn.Module, plan: Plan) -> None:
         if not has_forward(modules[name]):
             raise InvalidArgument(f"{name} has no forward of its own: it cannot be an fsdp unit", at=name)
     if plan.mesh.data > 1:
-        units = Units(model, plan)
-        units.check()
-        _check_unit_dtypes(model, units)
+        check_fsdp(model, plan)
+
+
+def check_fsdp(model: nn.Module, plan: Plan) -> None:
+    """Refuse units whose parameters FSDP cannot hold together."""
+    units = Units(model, plan)
+    units.check()
+    _check_unit_dtypes(model, units)
 
 
 def _check_unit_dtypes(model: nn.Module, units: Units) -> None:

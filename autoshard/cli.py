@@ -1,23 +1,25 @@
-"""The command line: ``autoshard explain``, ``autoshard show`` and ``autoshard diff``.
+"""The command line: ``autoshard explain``, ``autoshard verify``, ``autoshard show`` and ``autoshard diff``.
 
-Exit codes: 0 done, 1 refused or below the gate, 2 wrong usage. torch is imported only once a model must be read.
+Exit codes: 0 done, 1 refused, below the gate or not exact, 2 wrong usage. torch is imported only once a
+model must be read.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 from rich.console import Console, Group, RenderableType
 
 from autoshard.diff import differences, render_differences
-from autoshard.errors import AutoshardError, CoverageTooLow
+from autoshard.errors import AutoshardError, CoverageTooLow, MeshMismatch
 from autoshard.layout import to_text
 from autoshard.plans import Plan
+from autoshard.proof import Proof
 from autoshard.report import render, render_passes
 from autoshard.words import percent
 
@@ -66,7 +68,7 @@ def _overrides(_ctx: click.Context, _option: click.Parameter, values: tuple[str,
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="autoshard")
 def main() -> None:
-    """Infer and explain how a PyTorch model is cut over a device mesh."""
+    """Infer, explain and prove how a PyTorch model is cut over a device mesh."""
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -110,6 +112,34 @@ def explain(target: str, as_json: bool, passes: bool, fail_under: float | None, 
 
 
 @main.command(cls=_Command)
+@click.argument("target")
+@click.option("--tp", type=_POSITIVE, help="Plan for this tensor-parallel degree.")
+@click.option("--plan", "path", type=click.Path(), help="Prove the plan in this file; its mesh may be of any size.")
+@click.option("--processes", type=_POSITIVE, help="Prove TP and FSDP on this many local processes too.")
+@click.option("--json", "as_json", is_flag=True, help="Write the proof as JSON and nothing else.")
+@_traceback
+def verify(target: str, tp: int | None, path: str | None, processes: int | None, as_json: bool) -> None:
+    """Prove a plan for the model that TARGET names, and say what is wrong with it.
+
+    Outputs and every gradient are held against the untouched model, all tensor-parallel ranks simulated in one process.
+    Exits with 1 if they differ. TARGET is as for explain.
+    """
+    if tp is None and path is None:
+        raise click.UsageError("give --tp N to prove a new plan, or --plan FILE to prove that one")
+    plan = None if path is None else Plan.load(path)
+    _check_degrees(plan, tp, processes)
+    proof = _prove(target, tp, plan, processes)
+    if as_json:
+        click.echo(proof.to_json(), nl=False)
+    else:
+        from autoshard.report_proof import render as render_proof
+
+        _print(render_proof(proof))
+    if not proof.ok:
+        sys.exit(1)
+
+
+@main.command(cls=_Command)
 @click.argument("path", type=click.Path())
 @_traceback
 def show(path: str) -> None:
@@ -130,17 +160,59 @@ def diff(first: str, second: str, exit_code: bool) -> None:
         sys.exit(1)
 
 
+def _check_degrees(plan: Plan | None, tp: int | None, processes: int | None) -> None:
+    """Refuse degrees that contradict each other before the model is read."""
+    degree = tp or (plan.mesh.tp if plan is not None else 1)
+    if plan is not None and plan.mesh.tp != degree:
+        raise MeshMismatch(
+            f"the plan is for {plan.mesh.tp} tensor-parallel ranks",
+            got=f"--tp {tp}; allowed: {plan.mesh.tp}",
+            help="leave out --tp, or --plan to prove a new plan",
+        )
+    if processes is not None and processes % degree:
+        raise MeshMismatch(
+            f"{processes} processes are no multiple of {degree} tensor-parallel ranks",
+            got=f"--processes {processes}; allowed: {degree}, {2 * degree}, {3 * degree}, ...",
+        )
+
+
+def _prove(target: str, tp: int | None, plan: Plan | None, processes: int | None) -> Proof:
+    """Prove a plan in one process; if that holds and it is asked for, on local processes too."""
+    with _progress(f"reading {target}") as say:
+        from autoshard.targets import load_model
+
+        model = load_model(target)
+        from autoshard import api, verification
+
+        made: Plan = api.plan(model, world=tp, tp=tp, progress=say) if plan is None else plan
+        proof: Proof = verification.verify(model, made, progress=say)
+        if proof.ok and processes is not None:
+            from autoshard.processes import verify_in_processes
+
+            return verify_in_processes(model, made, processes, target=target, progress=say)
+        return proof
+
+
 def _make_plan(target: str, **options: Any) -> Plan:
-    """Read the model and plan it: the one place that needs torch. A terminal shows which pass is at work."""
-    console = Console(stderr=True)
-    with console.status(f"reading {target}") if sys.stderr.isatty() else nullcontext() as status:
+    """Read the model and plan it; a terminal shows which pass is at work."""
+    with _progress(f"reading {target}") as say:
         from autoshard.targets import load_model
 
         model = load_model(target)
         from autoshard import api
 
         plan: Callable[..., Plan] = api.plan
-        return plan(model, progress=status.update if status else None, **options)
+        return plan(model, progress=say, **options)
+
+
+@contextmanager
+def _progress(first: str) -> Iterator[Callable[[str], None] | None]:
+    """Show what is being done on stderr while the block runs; nothing where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Console(stderr=True).status(first) as status:
+        yield status.update
 
 
 def _check_coverage(plan: Plan, wanted: float) -> None:

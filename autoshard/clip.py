@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from autoshard.errors import NonFiniteGradients
+from autoshard._torch import local_part
+from autoshard.errors import InvalidArgument, NonFiniteGradients
 
 
 @torch.no_grad()
@@ -55,6 +56,30 @@ def clip_grad_norm_(
     for group in groups:
         clip_grads_with_norm_(group, max_norm, total, foreach)
     return total
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    """Limit every element of the gradients in place to ``-clip_value`` to ``clip_value``. No communication.
+
+    Args:
+        parameters: parameters, plain or DTensor, on any meshes; those without a gradient are left out.
+        clip_value: the largest absolute value to leave.
+
+    Raises:
+        InvalidArgument: a gradient is a sum that is not computed yet; nothing is clipped.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for grad in grads:
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            raise InvalidArgument(
+                "a gradient is a partial sum on each rank: limiting the summands does not limit their sum",
+                got=f"shape {tuple(grad.shape)}, {grad.placements}",
+                help="redistribute the gradient first",
+            )
+    for grad in grads:
+        (local_part(grad) if isinstance(grad, DTensor) else grad).clamp_(-clip_value, clip_value)
 
 
 def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -11,7 +11,10 @@ P->R       all-reduce            identity
 S(d)->R    all-gather along d    local slice
 R->S(d)    local slice           all-gather along d
 R->P       rank 0 keeps it       identity
+V->P       divide by the ranks   divide by the ranks
 =========  ====================  ====================
+
+``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
 Reductions run in the dtype of the value, on a buffer of their own: autograd or the caller may hold what came in.
 Nothing branches on the rank: what depends on it is computed from ``Axis.rank``, so one process can simulate all.
@@ -20,6 +23,7 @@ Nothing branches on the rank: what depends on it is computed from ``Axis.rank``,
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,7 +38,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
 
-KINDS = ("R->V", "P->R", "S(d)->R", "R->S(d)", "R->P")
+KINDS = ("R->V", "P->R", "S(d)->R", "R->S(d)", "R->P", "V->P")
+_SPAN = re.compile(r"^R->V\[(\d+):(\d+)\]$")
 
 
 class Axis:
@@ -69,18 +74,27 @@ class Axis:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion such as ``R->V``; ``dim`` is the cut dim of ``S(d)->R`` and ``R->S(d)``."""
+    """A conversion.
+
+    Attributes:
+        kind: such as ``R->V``.
+        dim: the cut dim of ``S(d)->R`` and ``R->S(d)``.
+        span: for ``R->V``, the first and the end of the elements of the last dim that it concerns; None for all.
+    """
 
     kind: str
     dim: int = 0
+    span: tuple[int, int] | None = None
 
     @staticmethod
     def parse(text: str) -> Conversion:
-        """Read ``"R->V"`` or ``"S(2)->R"``.
+        """Read ``"R->V"``, ``"S(2)->R"`` or ``"R->V[32:48]"``.
 
         Raises:
             InvalidArgument: no such conversion.
         """
+        if span := _SPAN.match(text.replace(" ", "")):
+            return Conversion("R->V", span=(int(span[1]), int(span[2])))
         dims = re.findall(r"S\((-?\d+)\)", text)
         kind = re.sub(r"S\(-?\d+\)", "S(d)", text.replace(" ", ""))
         if kind not in KINDS:
@@ -90,7 +104,9 @@ class Conversion:
     def __call__(self, value: Tensor, axis: Axis) -> Tensor:
         """Convert ``value``, any shape; ``S(d)`` needs dim ``d`` divisible by the axis."""
         if self.kind == "R->V":
-            return enter(value, axis)
+            return enter(value, axis) if self.span is None else _enter_span(value, axis, *self.span)
+        if self.kind == "V->P":
+            return value / axis.size
         if self.kind == "P->R":
             return run(_AllReduce, value, axis.group)
         if self.kind == "S(d)->R":
@@ -105,6 +121,16 @@ def enter(value: Tensor, axis: Axis) -> Tensor:
     if not torch.is_grad_enabled() or not value.requires_grad:
         return value
     return run(_Enter, value, axis.group)
+
+
+def _enter_span(value: Tensor, axis: Axis, start: int, end: int) -> Tensor:
+    """R->V of elements ``start`` to ``end`` of the last dim."""
+    if not 0 <= start < end <= value.shape[-1]:
+        raise InvalidArgument(
+            f"elements {start} to {end} of a last dim of {value.shape[-1]} do not exist", got=str(tuple(value.shape))
+        )
+    before, part, after = torch.split(value, [start, end - start, value.shape[-1] - end], dim=-1)
+    return torch.cat([before, enter(part, axis), after], dim=-1)
 
 
 def first_rank(value: Tensor, axis: Axis) -> Tensor:
@@ -125,6 +151,12 @@ def take_slice(value: Tensor, rank: Tensor, size: int, dim: int) -> Tensor:
         )
     dim %= value.dim()
     return torch.unflatten(value, dim, (size, -1)).index_select(dim, rank).squeeze(dim)
+
+
+def take_parts(value: Tensor, rank: Tensor, size: int, dim: int, parts: Sequence[tuple[int, int]]) -> Tensor:
+    """Return slice ``rank`` of each part ``(offset, length)`` of ``dim``, laid end to end, as a new tensor."""
+    pieces = [value.narrow(dim, offset, length) for offset, length in parts]
+    return torch.cat([take_slice(piece, rank, size, dim) for piece in pieces], dim)
 
 
 def gather_slices(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:

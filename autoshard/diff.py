@@ -130,6 +130,8 @@ def _module(fqn: str, module: ModulePlan) -> Iterator[str]:
         yield f"{name} shared as {_relative(share, fqn)}"
     if module.lookup:
         yield f"row numbers in {module.lookup}"
+    for name, value in module.attributes.items():
+        yield f"{name} = {value}"
 
 
 def _pairs(pairs: Mapping[str, str], prefix: str) -> Iterator[str]:

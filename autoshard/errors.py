@@ -17,6 +17,7 @@
     |-- RanksDisagree             another rank refused, or made another plan
     |-- OptimizerError            an optimizer that cannot follow its parameters
     |-- NonFiniteGradients        a gradient norm that is nan or infinite                (RuntimeError)
+    |-- ProcessFailed             a process that a verification started died, or did not answer
     `-- Unusable                  applying failed half-way; the model must be built again
 """
 
@@ -115,6 +116,10 @@ class OptimizerError(AutoshardError):
 
 class NonFiniteGradients(AutoshardError, RuntimeError):
     """A gradient norm that is nan or infinite, where the caller asked for an error."""
+
+
+class ProcessFailed(AutoshardError):
+    """A process that a verification started died, or did not answer."""
 
 
 class Unusable(AutoshardError):

@@ -1,15 +1,16 @@
 """Apply a plan to a live model: the one place that calls ``parallelize_module`` and ``fully_shard``.
 
-Order: check everything; agree over ranks; equal values; optimizers let go; tensor parallelism; FSDP, innermost
-units first; optimizers take up the new parameters. Until the ranks have agreed nothing has changed. A failure
-after that leaves a model that raises ``Unusable``: the originals are not kept, memory matters more.
+Order: check everything; agree over ranks; equal values; optimizers let go; tensor parallelism; checkpointing and
+compilation of blocks; FSDP, innermost units first; optimizers take up the new parameters. Until the ranks have agreed
+nothing has changed. A failure after that leaves a model that raises ``Unusable``: the originals are not kept, memory
+matters more.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -29,9 +30,12 @@ from autoshard.gradsum import Sync, UnitSums
 from autoshard.match import buffer_plans, parameter_plans
 from autoshard.plans import AXES, ModulePlan, Plan
 from autoshard.scalars import replicate_scalars
+from autoshard.settings import check_attributes, set_attributes
 from autoshard.share import Slot, common_parent
 from autoshard.styles import ModuleStyle, Placed
+from autoshard.training import PLAIN, Training
 from autoshard.units import Units, shard
+from autoshard.watch import watch
 
 
 @dataclass(eq=False)
@@ -41,12 +45,14 @@ class Applied:
     Attributes:
         plan: the plan.
         mesh: the whole mesh.
+        training: the options it trains with.
         sync: whether the next backward synchronises gradients, where there is no FSDP to say so.
         sums: the gradient sums of each unit.
     """
 
     plan: Plan
     mesh: DeviceMesh
+    training: Training = PLAIN
     sync: Sync = field(default_factory=Sync)
     sums: list[UnitSums] = field(default_factory=list)
 
@@ -62,7 +68,14 @@ class Applied:
 
 
 def apply(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, optimizers: Sequence[torch.optim.Optimizer] = ()
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    training: Training = PLAIN,
+    simulation: bool = False,
+    leave: Collection[str] = (),
 ) -> nn.Module:
     """Apply ``plan`` to ``model`` in place and return it. Every rank calls this.
 
@@ -71,6 +84,9 @@ def apply(
         plan: made for this model and this world.
         mesh: what ``make_mesh(plan, ...)`` returns.
         optimizers: made on the model before; they are refilled with the new parameters, in place.
+        training: how it will train.
+        simulation: whether the ranks are simulated: then parameters may be cut in parts.
+        leave: names of modules that are not touched: other styles hold their parameters.
 
     Raises:
         AutoshardError: of the class that ``checks.check`` names, with nothing changed.
@@ -78,39 +94,44 @@ def apply(
         OptimizerError: an optimizer cannot follow its parameters; nothing changed.
         Unusable: it failed half-way, on this rank or another.
     """
-    with Unanimous(plan):
-        check(model, plan, mesh)
-        snapshot = _snapshot(model, plan, optimizers)
+    with Unanimous(plan, str(training)):
+        check(model, plan, mesh, simulation)
+        check_attributes(model, plan)
+        training.check(model, plan, mesh)
+        snapshot = _snapshot(model, optimizers, sharded=plan.mesh.world > 1 or training.uses_fsdp(plan))
     equalise(model, mesh.device_type)
     with _SpoilOnFailure(model):
         if snapshot is not None:
             snapshot.release()
-        model.__dict__[MARK] = applied = Applied(plan, mesh)
+        model.__dict__[MARK] = applied = Applied(plan, mesh, training)
         if plan.mesh.tp > 1:
-            _cut(model, applied)
-        if plan.mesh.data > 1:
-            shard(model, plan, mesh, replicate_scalars(model, mesh))
+            _cut(model, applied, leave)
+        training.prepare(model, plan, applied.sums)
+        if training.uses_fsdp(plan):
+            shard(model, plan, mesh, replicate_scalars(model, mesh), training.policies)
+        watch(model, plan)
         if snapshot is not None:
             snapshot.restore(model)
     return model
 
 
-def _snapshot(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+def _snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], sharded: bool) -> Any:
     if not optimizers:
         return None
     from autoshard.optim import snapshot
 
-    return snapshot(model, optimizers, sharded=plan.mesh.world > 1)
+    return snapshot(model, optimizers, sharded=sharded)
 
 
-def _cut(model: nn.Module, applied: Applied) -> None:
+def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     """Hold every parameter as a DTensor on the tp mesh, and convert at the boundaries."""
     mesh = applied.mesh[AXES[2]]
-    styles = _styles(model, applied, Axis(mesh))
+    styles = {fqn: s for fqn, s in _styles(model, applied, Axis(mesh)).items() if fqn not in leave}
     # a token of a key is a pattern to torch: names are taken literally
     keys: dict[str, ParallelStyle] = {
         ".".join(glob.escape(step) for step in fqn.split(".")): style for fqn, style in styles.items()
     }
+    set_attributes(model, applied.plan)
     parallelize_module(model, mesh, keys, src_data_rank=None)
     used = [sums for sums in {id(style.sums): style.sums for style in styles.values()}.values() if sums.owners]
     for sums in used:
@@ -138,7 +159,7 @@ def _styles(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, ModuleS
 def _sums(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, UnitSums]:
     """Return, by module, the gradient sums of the unit around it."""
     units = Units(model, applied.plan)
-    made = {name: UnitSums(axis, applied.sync, units.modules[name]) for name in units.names}
+    made = {name: UnitSums(axis, applied.sync, units.modules[name], applied.training.sum_dtype) for name in units.names}
     homes = units.homes_of_modules()
     return {fqn: made[homes[id(module)]] for fqn, module in model.named_modules()}
 
@@ -200,8 +221,11 @@ def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
 
 
-def ensure_process_group() -> None:
+def ensure_process_group(offload: bool = False) -> None:
     """Make the process group that torchrun's environment describes, and choose the device, if there is none.
+
+    Args:
+        offload: whether gradients will lie on the host: then the group works there too.
 
     Raises:
         NotDistributed: there is neither a process group nor such an environment.
@@ -217,7 +241,8 @@ def ensure_process_group() -> None:
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    cuda = "cpu:gloo,cuda:nccl" if offload else "nccl"
+    dist.init_process_group(cuda if torch.cuda.is_available() else "gloo")
 
 
 def set_gradient_sync(model: nn.Module, on: bool) -> None:

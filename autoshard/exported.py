@@ -201,6 +201,7 @@ class GraphReader:
             parameters=_held(self.model.named_parameters(remove_duplicate=False), used),
             buffers=_held(self.model.named_buffers(remove_duplicate=False), used),
             containers=containers_of(self.model),
+            inputs=inputs,
             assumptions=inputs.assumptions,
             workload_dims={s.name: dims for s in self.sources.values() for dims in [_dims(s, inputs)] if dims},
         )

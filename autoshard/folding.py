@@ -43,10 +43,7 @@ def fold_strings(texts: Mapping[str, str]) -> dict[str, str]:
 
 def fold_refusals(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
     """Fold refusals with one reason and place over numbered siblings."""
-    by_text: dict[str, tuple[str, str]] = {}
     texts: dict[str, str] = {}
     for refusal in refusals:
-        key = f"{refusal.where}|{refusal.why}"
-        by_text[key] = (refusal.where, refusal.why)
-        texts.setdefault(refusal.fqn, key)
-    return tuple(Refusal(fqn, *by_text[text]) for fqn, text in fold_strings(texts).items())
+        texts.setdefault(refusal.fqn, f"{refusal.where}|{refusal.why}")
+    return tuple(Refusal(fqn, *text.split("|", 1)) for fqn, text in fold_strings(texts).items())

@@ -2,15 +2,17 @@
 
 A parameter that is whole on every rank but works on cut values has a partial gradient. All such parameters of a
 unit are read through one autograd function when the unit's forward starts. Its backward runs once the last of
-their gradients is there: it lays them out in one buffer per dtype, sums that over tp in that dtype, and hands out
-the pieces. While gradients are not synchronised (accumulation) it keeps them, and the next synchronised backward
-adds them before its sum: once per optimizer step.
+their gradients is there: it lays them out in one buffer per dtype, sums that over tp, and hands out the pieces. While
+gradients are not synchronised (accumulation) it keeps them, and the next synchronised backward adds them before its
+sum: once per optimizer step. Under mixed precision it keeps and sums in the dtype of reductions.
 
 A read outside the unit's forward finds nothing here and sums on its own (see ``held``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from autoshard._torch import DTensorSpec, lift, local_part, reduces_gradients, run_many, spec_of, wrap
+from autoshard._torch import lift, local_part, reduces_gradients, run_many, spec_of, wrap
 from autoshard.collectives import Axis
+
+# a parameter and what it is read as, by index
+Reads = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -39,14 +44,16 @@ class UnitSums:
         axis: the tp axis.
         sync: the model's own switch.
         unit: the unit's module, whose forward the reads belong to.
+        dtype: the dtype to keep and sum in; None for that of the gradient.
         owners: the module and name of each parameter; its place in this list is its index. Tied names share one.
     """
 
     axis: Axis
     sync: Sync
     unit: nn.Module
+    dtype: torch.dtype | None = None
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    _reads: list[dict[int, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    _reads: list[Reads] = field(default_factory=list)
     _kept: dict[int, tuple[DTensor, Tensor]] = field(default_factory=dict)
     _used: bool = False
 
@@ -69,11 +76,26 @@ class UnitSums:
         found = self._reads[-1].get(index) if self._reads else None
         return found[1] if found is not None and found[0] is parameter else None
 
+    def running(self) -> Reads | None:
+        """Return the reads of the unit's running forward, or None outside of it."""
+        return self._reads[-1] if self._reads else None
+
+    @contextmanager
+    def again(self, reads: Reads) -> Iterator[None]:
+        """Run a part of a forward a second time, with the reads it had."""
+        self._reads.append(reads)
+        try:
+            yield
+        finally:
+            self._reads.pop()
+
     def forget(self) -> None:
         """At the start of the model's forward, drop what the user has dropped: ``zero_grad`` took its zeros away.
 
         FSDP keeps the gradients of an accumulation through ``zero_grad``, and so do we then.
         """
+        # a forward that is run again in backward uses the unit for nothing
+        self._used = False
         if self._kept and reduces_gradients(self.unit) is None:
             self._kept = {i: (p, total) for i, (p, total) in self._kept.items() if p.grad is not None}
 
@@ -85,33 +107,34 @@ class UnitSums:
         used, self._used = self._used, False
         if self._kept and not used and torch.is_grad_enabled() and self._synchronises():
             parameters = {index: parameter for index, (parameter, _) in self._kept.items()}
-            for index, gradient in self.reduce({}, {i: spec_of(p) for i, p in parameters.items()}).items():
+            for index, gradient in self.reduce({}, parameters).items():
                 old = parameters[index].grad
                 parameters[index].grad = gradient if old is None else old + gradient
 
-    def reduce(self, gradients: dict[int, Tensor], specs: dict[int, DTensorSpec]) -> dict[int, DTensor]:
-        """Return the gradients summed over tp, with what was kept for them and for the others of ``specs``."""
-        totals = self._with_kept(gradients, specs)
+    def reduce(self, gradients: dict[int, Tensor], parameters: dict[int, DTensor]) -> dict[int, DTensor]:
+        """Return the gradients summed over tp, with what was kept for them and for the others of ``parameters``."""
+        totals = self._with_kept(gradients, parameters)
         summed: dict[int, DTensor] = {}
         for indices in _by_dtype(totals).values():
             flat = lift(torch.cat([totals[i].reshape(-1) for i in indices]))
             dist.all_reduce(flat, group=self.axis.group)
             pieces = torch.split(flat, [totals[i].numel() for i in indices])
             for index, piece in zip(indices, pieces, strict=True):
-                summed[index] = wrap(piece.view(totals[index].shape), specs[index])
+                whole = piece.view(totals[index].shape).to(parameters[index].dtype)
+                summed[index] = wrap(whole, spec_of(parameters[index]))
         return summed
 
     def keep(self, gradients: dict[int, Tensor], parameters: dict[int, DTensor]) -> dict[int, DTensor]:
         """Add the gradients to what waits for the next synchronised backward, and return zeros in their place."""
-        totals = self._with_kept(gradients, {index: spec_of(parameters[index]) for index in gradients})
-        for index, total in totals.items():
-            self._kept[index] = (parameters[index], total.clone() if total is gradients.get(index) else total)
-        return {index: wrap(torch.zeros_like(total), spec_of(parameters[index])) for index, total in totals.items()}
+        mine = {index: parameters[index] for index in gradients}
+        for index, total in self._with_kept(gradients, mine).items():
+            self._kept[index] = (mine[index], total.clone() if total is gradients.get(index) else total)
+        return {index: wrap(torch.zeros_like(gradients[index]), spec_of(p)) for index, p in mine.items()}
 
-    def _with_kept(self, gradients: dict[int, Tensor], specs: dict[int, DTensorSpec]) -> dict[int, Tensor]:
-        """Take what was kept for the parameters of ``specs``, and return the gradients with it."""
-        totals = dict(gradients)
-        for index in [i for i in self._kept if i in specs]:
+    def _with_kept(self, gradients: dict[int, Tensor], parameters: dict[int, DTensor]) -> dict[int, Tensor]:
+        """Take what was kept for ``parameters``, and return the gradients with it."""
+        totals = {index: gradient.to(self.dtype or gradient.dtype) for index, gradient in gradients.items()}
+        for index in [i for i in self._kept if i in parameters]:
             _, kept = self._kept.pop(index)
             totals[index] = totals[index] + kept if index in totals else kept
         return totals
@@ -127,7 +150,7 @@ class UnitSums:
         if self._reads:
             self._reads.pop()
 
-    def _read(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def _read(self) -> Reads:
         if not torch.is_grad_enabled():
             return {}
         mine: dict[int, DTensor] = {}
@@ -169,7 +192,7 @@ class _ReadAll(torch.autograd.Function):
         if not ctx.sums._synchronises():
             answers = ctx.sums.keep(given, ctx.parameters)
         else:
-            answers = ctx.sums.reduce(given, {i: spec_of(p) for i, p in ctx.parameters.items()})
+            answers = ctx.sums.reduce(given, ctx.parameters)
         return (None, None, *(answers.get(i) for i in ctx.parameters))
 
 

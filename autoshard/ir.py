@@ -158,7 +158,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Traced:
-    """The model as one straight graph, in execution order."""
+    """The model as one straight graph, in execution order.
+
+    Attributes:
+        containers: children of each outermost list of blocks, by name.
+        workload_dims: what each dim of an input stands for: ``batch``, ``sequence`` or None.
+        copies: the traced block by the name of each block that was written out as a copy of it.
+        inputs: the example inputs it was traced with, opaque here: another trace of the model may take the same.
+    """
 
     model: str
     sources: tuple[Source, ...]
@@ -171,6 +178,8 @@ class Traced:
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     workload_dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    inputs: Any = field(default=None, compare=False, repr=False)
 
     def metas(self) -> dict[str, Meta]:
         """Return the shape and dtype of every single-tensor value."""

@@ -23,10 +23,22 @@ Key = tuple[str, int, str]
 
 @dataclass
 class Observed:
-    """Values and gradients by ``(module, number of the call, output path)``, in execution order."""
+    """Values and gradients by ``(module, number of the call, output path)``, in execution order.
+
+    Attributes:
+        values: what each call returned.
+        gradients: what came back to it.
+        entered: the modules whose forward is running, outermost first.
+    """
 
     values: dict[Key, Ranks] = field(default_factory=dict)
     gradients: dict[Key, Ranks] = field(default_factory=dict)
+    entered: list[str] = field(default_factory=list)
+
+    @property
+    def running(self) -> str:
+        """The innermost module whose forward is running, or was when it raised; ``""`` for none."""
+        return self.entered[-1] if self.entered else ""
 
 
 @contextmanager
@@ -35,7 +47,12 @@ def observe(model: nn.Module, read: Callable[[Tensor], Ranks]) -> Iterator[Obser
     seen = Observed()
     calls: Counter[str] = Counter()
 
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        seen.entered.append(name)
+
     def leave(name: str, module: nn.Module, args: Any, answer: Any) -> None:
+        while seen.entered and seen.entered.pop() != name:
+            pass  # the user's code caught what an inner forward raised
         number = calls[name]
         calls[name] += 1
         for path, tensor in tensors(answer):
@@ -48,7 +65,8 @@ def observe(model: nn.Module, read: Callable[[Tensor], Ranks]) -> Iterator[Obser
     def arrive(key: Key, gradient: Tensor) -> None:
         seen.gradients[key] = [t.clone() for t in read(gradient)]
 
-    handles = [m.register_forward_hook(partial(leave, name)) for name, m in model.named_modules()]
+    handles = [m.register_forward_pre_hook(partial(enter, name), prepend=True) for name, m in model.named_modules()]
+    handles += [m.register_forward_hook(partial(leave, name)) for name, m in model.named_modules()]
     try:
         yield seen
     finally:

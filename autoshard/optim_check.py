@@ -5,6 +5,7 @@ Everything here would otherwise be lost without an error, or fail inside a kerne
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,14 +13,15 @@ from torch import Tensor, optim
 
 from autoshard._torch import num_parameter_hooks
 from autoshard.errors import OptimizerError
+from autoshard.optim_table import REFUSED, WORKS, Support, support_of, way_of
+from autoshard.optim_trial import fresh_like, try_out
 from autoshard.words import counted, fold_names
 
-# optimizers whose arithmetic DTensor cannot do, each with what to use instead
-_NO_SHARDING: tuple[tuple[type[optim.Optimizer], str], ...] = (
-    (optim.Adafactor, "use torch.optim.AdamW: its state is cut over the ranks with the parameters"),
-    (optim.Rprop, "use torch.optim.RMSprop or torch.optim.AdamW"),
-)
-_NO_FUSED: tuple[type[optim.Optimizer], ...] = (optim.SGD, optim.Adagrad)
+# of the largest change that two steps make to a parameter: rounding stays below the first, wrong arithmetic above the
+# second; torch's Muon, which computes in bfloat16, is between
+_ROUNDING = 1e-4
+_WRONG = 0.2
+_LISTED = "use an optimizer of torch.optim: docs/optimizers.md lists those that work"
 
 
 def check_optimizer(optimizer: optim.Optimizer, names: Mapping[int, str]) -> None:
@@ -34,15 +36,11 @@ def check_optimizer(optimizer: optim.Optimizer, names: Mapping[int, str]) -> Non
     """
     if not any(id(parameter) in names for group in optimizer.param_groups for parameter in group["params"]):
         return
-    kind = type(optimizer).__name__
-    for refused, instead in _NO_SHARDING:
-        if isinstance(optimizer, refused):
-            raise OptimizerError(f"{kind} does not work on sharded parameters", help=instead)
-    if isinstance(optimizer, _NO_FUSED) and any(group.get("fused") for group in optimizer.param_groups):
-        raise OptimizerError(
-            f"{kind} with fused=True does not work on sharded parameters",
-            help=f"make it with {kind}(..., foreach=True), or leave both out",
-        )
+    support = support_of(type(optimizer))
+    if support is None:
+        _check_by_trial(optimizer)
+    else:
+        _check_by_table(optimizer, support)
     if isinstance(optimizer, optim.LBFGS) and optimizer.state:
         raise OptimizerError(
             "LBFGS has taken a step before sharding: its history is one flat vector of all parameters",
@@ -50,6 +48,61 @@ def check_optimizer(optimizer: optim.Optimizer, names: Mapping[int, str]) -> Non
             help="parallelize the model before the first step of LBFGS",
         )
     _check_state(optimizer, names)
+
+
+def check_factory(factory: object) -> None:
+    """Refuse an optimizer class that cannot work on sharded parameters, before anything is made of it.
+
+    Args:
+        factory: what is to make an optimizer; only a class, or a partial of one, tells what it will be.
+
+    Raises:
+        OptimizerError: it is a class that no option makes work.
+    """
+    kind = factory.func if isinstance(factory, functools.partial) else factory
+    support = support_of(kind) if isinstance(kind, type) else None
+    if support is not None and WORKS not in (support.loop, support.foreach, support.fused):
+        raise _refusal(support, "")
+
+
+def _check_by_table(optimizer: optim.Optimizer, support: Support) -> None:
+    for group in optimizer.param_groups:
+        on_accelerator = any(p.device.type not in ("cpu", "meta") for p in group["params"])
+        way = way_of(group.get("foreach"), group.get("fused"), on_accelerator)
+        if support.verdict(way) == REFUSED:
+            raise _refusal(support, "" if support.loop == REFUSED else f" with {way}=True")
+
+
+def _refusal(support: Support, option: str) -> OptimizerError:
+    return OptimizerError(
+        f"{support.kind.__name__}{option} does not work on sharded parameters", help=f"use {support.instead}"
+    )
+
+
+def _check_by_trial(optimizer: optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    outcome = try_out(*fresh_like(optimizer))
+    if outcome.untested:
+        _warn(f"{kind} could not be tried on sharded parameters ({outcome.untested}): check that it trains as before")
+    elif outcome.error:
+        raise OptimizerError(f"{kind} does not work on sharded parameters", got=outcome.error, help=_LISTED)
+    elif outcome.whole:
+        raise OptimizerError(
+            f"{kind} keeps its state whole on every rank, so sharding would save none of it",
+            got=f"plain tensors of the global shape: {', '.join(outcome.whole)}",
+            help="make its state with zeros_like(parameter), or " + _LISTED,
+        )
+    elif outcome.difference > _WRONG:
+        raise OptimizerError(
+            f"{kind} trains something else on sharded parameters than on whole ones",
+            got=f"after 2 steps of a trial a difference of {outcome.difference:.0%} of the largest change",
+            help=_LISTED,
+        )
+    elif outcome.difference > _ROUNDING:
+        _warn(
+            f"{kind} gives {outcome.difference:.1%} of a step's change another result on sharded parameters "
+            "than on whole ones: more than float32 rounding"
+        )
 
 
 def _check_state(optimizer: optim.Optimizer, names: Mapping[int, str]) -> None:

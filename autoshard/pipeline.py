@@ -19,6 +19,7 @@ from autoshard.passes.factorise import Factored, Factorise
 from autoshard.passes.factors import leaves
 from autoshard.passes.localise import Localise
 from autoshard.passes.place import Place, Placed
+from autoshard.passes.resize import Resize
 from autoshard.passes.trace import Trace
 from autoshard.passes.wrap import Wrap
 from autoshard.plans import Mesh, PassTime, Plan, Refusal, Workload
@@ -82,7 +83,7 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
 
     mesh, why, choices = clock.run("choose mesh", lambda: meshes.run(bytes_on), lambda r: str(r[0]))
     placed = clock.run("cut and place", lambda: solver.place(mesh.tp), _count_cuts)
-    placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, options.example_inputs), _count_cuts)
+    placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, traced.inputs), _count_cuts)
     if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
     emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)))
@@ -137,11 +138,16 @@ class _Solver:
         return self.placed[tp]
 
     def localise(self, model: nn.Module, tp: int, given: Any) -> Placed:
-        """Return the placed cuts that the user's code follows."""
+        """Return the placed cuts that the user's code follows, with attributes set where that is enough."""
         while True:
             placed = self.place(tp)
-            refused = Localise(given).run(model, placed)
+            refused = Localise(given, placed.settings).run(model, placed)
+            if refused and not placed.settings and placed.resizable:
+                settings = Resize(given).run(model, placed)
+                placed = replace(placed, settings=settings, resizable=False)
+                refused = Localise(given, settings).run(model, placed) if settings else refused
             if not refused:
+                self.placed[tp] = placed
                 return placed
             self.banned[tp].update(refused)
             del self.placed[tp]

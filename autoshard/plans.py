@@ -97,12 +97,14 @@ class ModulePlan:
     """What happens at the boundary of one module (or of each module a pattern such as ``layers.{0-3}.up`` names).
 
     Attributes:
-        style: ``colwise``, ``rowwise``, ``colwise_gather_output``, ``embedding_rowwise``, ``region``, ``replicate``.
+        style: ``colwise``, ``rowwise``, ``colwise_gather_output``, ``embedding_rowwise``, ``region``, ``replicate``,
+            ``resize``.
         inputs: argument name (``"hidden_states"``, or ``"hidden_states.0"`` inside a container) to conversion.
         outputs: output path (``""`` for a single tensor, ``"0"``, ``"logits"``) to conversion.
         why: the reason, one sentence.
         share: argument name to the name of an entry that several modules share: one value, one all-reduce.
         lookup: for a row-cut table, the argument that holds the global row numbers.
+        attributes: integer attributes that are set on the module, so that sizes in its code become local.
     """
 
     style: str
@@ -111,6 +113,7 @@ class ModulePlan:
     why: str = ""
     share: Mapping[str, str] = field(default_factory=dict)
     lookup: str | None = None
+    attributes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

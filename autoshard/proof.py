@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autoshard.plans import Mesh
+
 #: What one process cannot show.
-NOT_PROVED = "not proved here: FSDP, the optimizer, dropout (run with processes for those)"
+NOT_PROVED = "not proved here: dropout; FSDP and the optimizer, for which there is --processes"
+#: What a short run on processes cannot show either.
+NOT_PROVED_IN_PROCESSES = "not proved here: dropout, other devices than the CPU, other dtypes"
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,8 @@ class Culprit:
     """A fact of the plan that explains what is wrong.
 
     Attributes:
-        kind: ``gradient sum``, ``entry``, ``reduce``, ``bias``, ``part``, ``tie``, ``size`` or ``value``.
+        kind: ``gradient sum``, ``entry``, ``reduce``, ``bias``, ``part``, ``tie``, ``size`` or ``value``; of hand plans
+            also ``rule`` (it cannot be followed), ``nonlinear`` and ``not applied`` (expert parallelism).
         fqn: the parameter or module it is about.
         why: one sentence.
         where: the user's ``file:line``, if it is known.
@@ -41,6 +47,8 @@ class Proof:
         shrunk: what was made smaller, and other remarks.
         tolerance: errors up to it count as agreement.
         seconds: how long it took.
+        mesh: the mesh of real processes it ran on; None where the ranks were simulated.
+        updates: on processes, error of what one optimizer step changed, by parameter, relative to a whole step.
     """
 
     ok: bool
@@ -51,6 +59,8 @@ class Proof:
     shrunk: tuple[str, ...]
     tolerance: float
     seconds: float
+    mesh: Mesh | None = None
+    updates: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -63,12 +73,21 @@ class Proof:
     @property
     def wrong(self) -> dict[str, float]:
         """Return the parameters whose gradient is wrong, worst first."""
-        found = {fqn: error for fqn, error in self.parameters.items() if not error <= self.tolerance}
+        return self.above(self.parameters)
+
+    def above(self, errors: Mapping[str, float]) -> dict[str, float]:
+        """Return the errors that do not count as agreement, largest first."""
+        found = {name: error for name, error in errors.items() if not error <= self.tolerance}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
+    @property
+    def not_proved(self) -> str:
+        """What this proof says nothing about."""
+        return NOT_PROVED if self.mesh is None else NOT_PROVED_IN_PROCESSES
+
     def to_json(self) -> str:
-        """Return the proof as JSON text; infinite errors are strings."""
-        data: dict[str, Any] = {**asdict(self), "not_proved": NOT_PROVED}
+        """Return the proof as JSON text; errors that are not finite are strings."""
+        data: dict[str, Any] = {**asdict(self), "not_proved": self.not_proved}
         return json.dumps(_plain(data), indent=1) + "\n"
 
 
@@ -77,6 +96,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return "inf"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value

@@ -43,6 +43,8 @@ def _conversions(module: ModulePlan) -> Iterator[str]:
     """Say what is converted at the boundary, such as ``x: R->V`` and ``out: P->R``."""
     if module.lookup:
         yield f"row numbers in {module.lookup}"
+    for name, value in module.attributes.items():
+        yield f"{name} = {value}"
     for name, conversion in module.inputs.items():
         yield f"{name}: {conversion}" + (" (shared)" if name in module.share else "")
     for path, conversion in module.outputs.items():

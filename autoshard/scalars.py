@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard._torch import local_part, reduces_gradients
+from autoshard._torch import local_part, reduces_gradients, register_first
 from autoshard.held import HELD, Held, hold
 from autoshard.plans import AXES
 from autoshard.styles import like
@@ -77,7 +77,8 @@ class DataMean:
         for owner, name in self.owners:
             parameter = owner._parameters[name]
             if parameter is not None and parameter.requires_grad and HOOKED not in parameter.__dict__:
-                parameter.register_post_accumulate_grad_hook(self)
+                # a user's hook may take the optimizer's step at once
+                register_first(parameter, self)
                 parameter.__dict__[HOOKED] = True
 
     def __call__(self, parameter: Tensor) -> None:

@@ -29,10 +29,12 @@ _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_ta
 def simulated(world: int) -> Iterator[None]:
     """Be all of ``world`` ranks inside the block: tensors hold one value per rank, collectives work on those.
 
+    The process's random state, its groups and its excepthook are afterwards as they were.
+
     Raises:
         RuntimeError: torch's own, where the code inside branches on a value that differs between ranks.
     """
-    with _live_group_aside(), _fake_group(world), LocalTensorMode(world):
+    with torch.random.fork_rng(devices=[]), _live_group_aside(), _fake_group(world), LocalTensorMode(world):
         yield
 
 

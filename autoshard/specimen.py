@@ -1,28 +1,27 @@
-"""A small real copy of a model to prove a plan on: float64, every value random, shallow and narrow where it is big.
-
-What is narrowed are the extents that the analysis found free to be cut: the user's code is known to follow those. What
-is dropped are later siblings in lists of blocks, as long as each kind of block stays twice.
-"""
+"""A small real copy of a model to prove a plan on: float64, every value random, shallow and narrow where it is big."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoshard.errors import TraceError
-from autoshard.passes.factors import find, leaves, narrowed
+from autoshard.errors import InvalidArgument
 from autoshard.passes.place import Placed
 from autoshard.plans import Mesh, Plan, TensorPlan, unfold
+from autoshard.replica import Shape, replicate
+from autoshard.shrink import shrink
+from autoshard.smaller import WHOLE, Smaller
 
 #: Above this many parameters a copy in float64, with its gradients twice, is no longer cheap.
 MOST_PARAMETERS = 20_000_000
-#: A table keeps at least this many rows, so that different tokens stay different.
-FEWEST_ROWS = 32
+#: Above this many it does not fit a common machine's memory: the copies take about 50 bytes for each.
+TOO_MANY_PARAMETERS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -31,146 +30,95 @@ class Specimen:
 
     Attributes:
         model: float64 on CPU, in eval mode, every value random.
-        plan: the tensor-parallel half of the plan, with the specimen's shapes.
-        shrunk: what is smaller than in the user's model, one sentence each.
+        smaller: in what it is smaller than the user's model.
     """
 
     model: nn.Module
-    plan: Plan
-    shrunk: tuple[str, ...]
+    smaller: Smaller = WHOLE
+
+    @property
+    def shrunk(self) -> tuple[str, ...]:
+        """What is smaller than in the user's model, one sentence each."""
+        return self.smaller.notes
 
 
-def make_specimen(model: nn.Module, plan: Plan, placed: Placed, seed: int = 0) -> Specimen:
-    """Copy ``model`` as a specimen for ``plan``; the model is left as it is.
+def make_specimen(
+    model: nn.Module, tp: int, placed: Callable[[], Placed], seed: int = 0, given: Any = None
+) -> Specimen:
+    """Copy ``model`` as a specimen to be cut over ``tp`` ranks; the model is left as it is.
 
     Args:
         model: on any device, meta included.
-        plan: any plan for it.
-        placed: the analysis of the model at the plan's tp degree: what may be narrowed.
+        tp: number of tensor-parallel ranks.
+        placed: gives the analysis of the model at this degree: what may be narrowed. Asked only if the model is big.
         seed: of the values.
+        given: example inputs that the specimen must take as they are, or None.
 
     Raises:
         TraceError: the model cannot be copied.
+        InvalidArgument: it is too big, and its code follows no smaller sizes.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    big = any(t.is_meta for t in tensors) or sum(t.numel() for t in tensors) > MOST_PARAMETERS
-    half = _tensor_parallel_half(plan)
     generator = torch.Generator().manual_seed(seed)
-    if not big:
-        return Specimen(_copy(model, {}, {}, generator), half, ())
-    lengths = _shallow(model, placed)
-    shapes, notes = _narrow(model, placed, plan.mesh.tp)
-    small = _copy(model, shapes, lengths, generator)
-    notes += [f"{name}: {n} of {len(list(model.get_submodule(name).children()))} blocks" for name, n in lengths.items()]
-    return Specimen(small, _fit(half, small), tuple(notes))
+    smaller = shrink(model, tp, placed(), given) if _is_big(model) else WHOLE
+    _check_size(model, smaller)
+    fill, fill_buffer = partial(_fill, generator=generator), partial(_fill_buffer, generator=generator)
+    small = replicate(model, fill, fill_buffer, smaller.shapes, smaller.dropped).eval()
+    return Specimen(small, smaller)
 
 
-def _tensor_parallel_half(plan: Plan) -> Plan:
-    def whole(tensor: TensorPlan) -> TensorPlan:
-        shape = list(tensor.shape)
-        if tensor.tp_dim is not None:
-            shape[tensor.tp_dim] //= plan.mesh.tp
-        return replace(tensor, fsdp_dim=None, local_shape=tuple(shape), dtype=_double(tensor.dtype))
-
-    return replace(
-        plan,
-        mesh=Mesh(1, 1, plan.mesh.tp),
-        parameters={fqn: whole(t) for fqn, t in plan.parameters.items()},
-        buffers={fqn: whole(t) for fqn, t in plan.buffers.items()},
-    )
+def fit(plan: Plan, specimen: Specimen) -> Plan:
+    """Return the tensor-parallel half of a plan, with the specimen's shapes and without what that lacks."""
+    return _fit(_tensor_parallel_half(plan), specimen.model)
 
 
-def _double(dtype: str) -> str:
-    return "float64" if dtype in ("float32", "bfloat16", "float16") else dtype
+def _is_big(model: nn.Module) -> bool:
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(t.is_meta for t in tensors) or sum(t.numel() for t in tensors) > MOST_PARAMETERS
 
 
-def _copy(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], lengths: Mapping[str, int], generator: torch.Generator
-) -> nn.Module:
-    """Copy the modules around new tensors, so that no second full copy is ever made."""
-    memo: dict[int, object] = {}
-    for name, length in lengths.items():
-        for child in list(model.get_submodule(name).children())[length:]:
-            memo[id(child)] = None
-    for fqn, parameter in model.named_parameters():
-        if not _dropped(fqn, lengths):
-            filled = _fill(parameter, shapes.get(fqn), generator)
-            memo[id(parameter)] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
-    for fqn, buffer in model.named_buffers():
-        if not _dropped(fqn, lengths):
-            memo[id(buffer)] = _fill(buffer, shapes.get(fqn), generator, exact=True)
-    try:
-        made: nn.Module = copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
-        raise TraceError("the model cannot be copied", got=f"{type(error).__name__}: {error}") from error
-    for name, length in lengths.items():
-        container = made.get_submodule(name)
-        for key in list(container._modules)[length:]:
-            del container._modules[key]
-    for module in made.modules() if shapes else ():
-        if getattr(module, "padding_idx", None) is not None:
-            module.padding_idx = None  # type: ignore[assignment]
-    return made.eval()
+def _check_size(model: nn.Module, smaller: Smaller) -> None:
+    names = dict(model.named_parameters())
+    shapes = {name: smaller.shapes.get(name, tuple(p.shape)) for name, p in names.items()}
+    dropped = [id(p) for name in smaller.dropped for p in model.get_submodule(name).parameters()]
+    total = sum(math.prod(shape) for name, shape in shapes.items() if id(names[name]) not in dropped)
+    if total > TOO_MANY_PARAMETERS:
+        raise InvalidArgument(
+            f"the model is too big to be run, and its code follows no smaller sizes: {total:,} parameters",
+            got=f"{total:,}; allowed: {TOO_MANY_PARAMETERS:,}",
+            help="verify a model of the same code with smaller sizes",
+        )
 
 
-def _dropped(fqn: str, lengths: Mapping[str, int]) -> bool:
-    for name, length in lengths.items():
-        rest = fqn.removeprefix(name + ".")
-        if rest != fqn and rest.split(".")[0].isdigit() and int(rest.split(".")[0]) >= length:
-            return True
-    return False
-
-
-def _fill(tensor: Tensor, shape: tuple[int, ...] | None, generator: torch.Generator, exact: bool = False) -> Tensor:
-    """Return new values: the tensor's own, perturbed, or random ones where it has none."""
-    size = tuple(tensor.shape) if shape is None else shape
+def _fill(tensor: Tensor, shape: Shape, generator: torch.Generator) -> Tensor:
+    """Return the tensor's own values, perturbed, or random ones where it has none (of this shape)."""
     if not tensor.dtype.is_floating_point:
-        return torch.zeros(size, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
-    noise = torch.randn(size, dtype=torch.float64, generator=generator)
-    if tensor.is_meta or size != tuple(tensor.shape):
-        fan = math.prod(size[1:]) if len(size) > 1 else 1
-        return noise / math.sqrt(fan) if len(size) > 1 else 1 + 0.1 * noise
+        return _fill_buffer(tensor, shape, generator)
+    noise = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if tensor.is_meta or shape != tuple(tensor.shape):
+        return noise / math.sqrt(math.prod(shape[1:]) or 1) if len(shape) > 1 else 1 + 0.1 * noise
     value = tensor.detach().to("cpu", torch.float64)
-    if exact:
-        return value.clone()
     scale = float(value.std()) if value.numel() > 1 else 1.0
     return value + 0.1 * noise * (scale or 1.0)
 
 
-def _shallow(model: nn.Module, placed: Placed) -> dict[str, int]:
-    """Return how many blocks of each list to keep: up to the second of every kind."""
-    lengths: dict[str, int] = {}
-    for children in placed.chosen.factored.traced.containers:
-        name = children[0].rpartition(".")[0]
-        seen: dict[object, list[int]] = {}
-        for number, child in enumerate(children):
-            module = model.get_submodule(child)
-            kind = (type(module), tuple((n, tuple(p.shape)) for n, p in module.named_parameters()))
-            seen.setdefault(kind, []).append(number)
-        keep = max(numbers[min(1, len(numbers) - 1)] for numbers in seen.values()) + 1
-        if keep < len(children) and isinstance(model.get_submodule(name), nn.ModuleList):
-            lengths[name] = keep
-    return lengths
+def _fill_buffer(tensor: Tensor, shape: Shape, generator: torch.Generator) -> Tensor:
+    """Return the tensor's own values: code may rely on those of a buffer."""
+    real = not tensor.is_meta and shape == tuple(tensor.shape)
+    if tensor.dtype.is_floating_point:
+        return tensor.detach().to("cpu", torch.float64).clone() if real else _fill(tensor, shape, generator)
+    return tensor.detach().cpu().clone() if real else torch.zeros(shape, dtype=tensor.dtype)
 
 
-def _narrow(model: nn.Module, placed: Placed, tp: int) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Return the narrower shapes by name, and one sentence for each kind of extent."""
-    factored = placed.chosen.factored
-    rows = {leaf for c in factored.contractions if c.kind == "lookup" for leaf in leaves(c.factor)}
-    sizes = {}
-    for leaf in placed.chosen.inner | placed.chosen.gathered:
-        least = max(2 * tp, FEWEST_ROWS if leaf in rows else 0)
-        sizes[find(leaf)] = min(
-            (d for d in range(tp, leaf.size + 1, tp) if leaf.size % d == 0 and d >= least), default=leaf.size
-        )
-    shapes = {}
-    for tensor in (*factored.traced.parameters, *factored.traced.buffers):
-        if tensor.value:
-            shape = tuple(narrowed(dim, sizes) for dim in factored.single(tensor.value))
-            if shape != tensor.meta.shape:
-                shapes[tensor.fqn] = shape
-    kinds = sorted({(leaf.size, size) for leaf, size in sizes.items() if size != leaf.size})
-    return shapes, [f"an extent of {old} is {new}" for old, new in kinds]
+def _tensor_parallel_half(plan: Plan) -> Plan:
+    def half(tensors: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
+        return {fqn: replace(t, fsdp_dim=None, dtype=_double(t.dtype)) for fqn, t in tensors.items()}
+
+    mesh = Mesh(1, 1, plan.mesh.tp)
+    return replace(plan, mesh=mesh, parameters=half(plan.parameters), buffers=half(plan.buffers))
+
+
+def _double(dtype: str) -> str:
+    return "float64" if dtype in ("float32", "bfloat16", "float16") else dtype
 
 
 def _fit(plan: Plan, model: nn.Module) -> Plan:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from autoshard._torch import lift, local_part, spec_of, wrap
 from autoshard.aliases import own_lists
-from autoshard.collectives import Axis, Conversion, take_slice
+from autoshard.collectives import Axis, Conversion, take_parts, take_slice
 from autoshard.gradsum import UnitSums
 from autoshard.held import Held, hold
 from autoshard.lookup import RowCutTable
@@ -78,7 +78,7 @@ class ModuleStyle(ParallelStyle):
         old = module._parameters[name]
         assert old is not None
         if id(old) not in self.placed.parameters:
-            self.placed.parameters[id(old)] = place(old, plan.tp_dim, self.axis)
+            self.placed.parameters[id(old)] = place(old, plan, self.axis)
         module._parameters[name] = self.placed.parameters[id(old)]
 
     def _place_buffer(self, module: nn.Module, name: str, plan: TensorPlan | None) -> None:
@@ -92,12 +92,19 @@ class ModuleStyle(ParallelStyle):
         module._buffers[name] = self.placed.buffers[id(old)]
 
 
-def place(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Parameter:
-    """Return ``parameter`` as a DTensor on the tp mesh, cut along ``dim`` or whole; this rank's data, no messages."""
+def place(parameter: nn.Parameter, plan: TensorPlan, axis: Axis) -> nn.Parameter:
+    """Return ``parameter`` as a DTensor on the tp mesh, cut as planned or whole; this rank's data, no messages.
+
+    One that is cut in parts holds the rank's slice of each part, laid end to end: gathering it permutes the parts.
+    """
+    dim = plan.tp_dim
     placement = Replicate() if dim is None else Shard(dim)
     whole = parameter.detach().contiguous()
     held = distribute_tensor(whole, axis.mesh, [placement], src_data_rank=None)
-    return like(wrap(lift(local_part(held)), spec_of(held)), parameter)
+    local = local_part(held)
+    if dim is not None and plan.tp_parts is not None:
+        local = take_parts(whole, axis.rank.to(whole.device), axis.size, dim, plan.tp_parts)
+    return like(wrap(lift(local), spec_of(held)), parameter)
 
 
 def like(held: DTensor, parameter: nn.Parameter) -> nn.Parameter:

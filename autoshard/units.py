@@ -7,8 +7,9 @@ are left to ``scalars``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +75,13 @@ class Units:
         return any(self.modules[".".join(steps[:depth])] is target for depth in range(len(steps) + 1))
 
 
-def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh, scalars: set[nn.Parameter]) -> None:
+def shard(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    scalars: set[nn.Parameter],
+    policies: Callable[[bool], dict[str, Any]] = lambda root: {},
+) -> None:
     """Apply ``fully_shard`` to every unit, the model last.
 
     Args:
@@ -82,6 +89,7 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh, scalars: set[nn.Parame
         plan: for the units, and the dims that are cut.
         mesh: the whole mesh.
         scalars: parameters that FSDP must leave alone.
+        policies: further arguments of ``fully_shard``, for the model (True) or a unit inside (False).
     """
     units = Units(model, plan)
     dims = _fsdp_dims(model, plan)
@@ -93,6 +101,7 @@ def shard(model: nn.Module, plan: Plan, mesh: DeviceMesh, scalars: set[nn.Parame
             mesh=mesh[AXES[0], AXES[1]],
             shard_placement_fn=lambda parameter: Shard(dims.get(id(parameter), 0)),
             ignored_params=scalars | outer.pop(unit) or None,
+            **policies(units.modules[unit] is model),
         )
 
 

@@ -189,14 +189,23 @@ def _modules(placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys) 
         (inputs if c.side == "inputs" else outputs)[c.fqn][c.path] = c.kind
         if c.share:
             shares[c.fqn][c.path] = c.share
+    settings: dict[str, dict[str, int]] = defaultdict(dict)
+    for (fqn, name), value in placed.settings.items():
+        order[fqn] = None
+        settings[fqn][name] = value
+    homes: dict[str, dict[str, TensorPlan]] = defaultdict(dict)
+    for fqn, tensor in parameters.items():
+        homes[fqn.rpartition(".")[0]][fqn] = tensor
     first_call: dict[str, int] = {}
     for call in placed.chosen.factored.traced.calls:
         first_call.setdefault(call.fqn, call.id)
     plans: dict[str, ModulePlan] = {}
     for fqn in sorted(order, key=lambda f: first_call.get(f, len(first_call))):
-        own = {n: t for n, t in parameters.items() if n.rpartition(".")[0] == fqn}
-        style, why = _style(placed, fqn, own, inputs[fqn], outputs[fqn], whys)
-        plans[fqn] = ModulePlan(style, inputs[fqn], outputs[fqn], why, shares[fqn], placed.lookups.get(fqn))
+        style, why = _style(placed, fqn, homes[fqn], inputs[fqn], outputs[fqn], whys)
+        if style == "replicate" and not why:
+            style, why = "resize", "sizes in its code follow the cut"
+        lookup = placed.lookups.get(fqn)
+        plans[fqn] = ModulePlan(style, inputs[fqn], outputs[fqn], why, shares[fqn], lookup, settings[fqn])
     return _folded(plans)
 
 
@@ -225,13 +234,12 @@ def _style(
 
 def _folded(plans: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
     texts = {
-        fqn: json.dumps([p.style, dict(p.inputs), dict(p.outputs), p.why, dict(p.share), p.lookup])
+        fqn: json.dumps([p.style, dict(p.inputs), dict(p.outputs), p.why, dict(p.share), p.lookup, dict(p.attributes)])
         for fqn, p in plans.items()
     }
     found: dict[str, ModulePlan] = {}
     for pattern, text in fold_strings(texts).items():
-        style, inputs, outputs, why, share, lookup = json.loads(text)
-        found[pattern] = ModulePlan(style, inputs, outputs, why, share, lookup)
+        found[pattern] = ModulePlan(*json.loads(text))
     return found
 
 
@@ -274,6 +282,11 @@ def _assumptions(placed: Placed) -> tuple[str, ...]:
     traced = placed.chosen.factored.traced
     kept = {o.path.rpartition(".")[2] for o in traced.outputs if o.state and placed.states[o.value].value != "R"}
     found = list(traced.assumptions)
+    if placed.settings:
+        found.append(
+            f"{len(placed.settings)} integer attributes become a rank's share: code that the trace did not run "
+            "(another mode, another branch) must want the same"
+        )
     if kept:
         names = ", ".join(sorted(kept))
         found.append(f"each tp rank keeps its own share of the state the model returns ({names})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,9 +48,11 @@ class Localise:
 
     Attributes:
         given: the example inputs the model was traced with, or None.
+        settings: attributes that are set before the share is traced, by ``(module, attribute)``.
     """
 
     given: Any = None
+    settings: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def run(self, model: nn.Module, placed: Placed) -> Mapping[str, Refusal]:
         """Return the cuts, by key, that the code does not follow, each with the line that forbids it."""
@@ -58,7 +60,9 @@ class Localise:
             return {}
         expected = placed.chosen.factored.traced
         try:
-            share = Trace(self.given, self._shapes(placed), partial(_free_padding, placed), self._gather(placed))
+            share = Trace(
+                self.given, self._shapes(placed), partial(_prepare, placed, self.settings), self._gather(placed)
+            )
             got = share.run(model)
         except TraceError as error:
             return _blame_line(placed, error)
@@ -93,9 +97,15 @@ class Localise:
         return after
 
 
-def _free_padding(placed: Placed, twin: nn.Module) -> None:
-    """A row-cut table takes local row numbers: its padding row, a global one, is the executor's business."""
+def _prepare(placed: Placed, settings: Mapping[tuple[str, str], int], twin: nn.Module) -> None:
+    """Do to the twin what the executor will do to the model.
+
+    A row-cut table takes local row numbers: its padding row, a global one, is the executor's business.
+    """
     modules = dict(twin.named_modules())
+    for (fqn, name), value in settings.items():
+        if fqn in modules:
+            setattr(modules[fqn], name, value)
     for fqn in placed.lookups:
         if getattr(modules.get(fqn), "padding_idx", None) is not None:
             modules[fqn].padding_idx = None

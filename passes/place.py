@@ -63,6 +63,8 @@ class Placed:
         first_rank: names of biases that are added to a partial sum.
         lookups: argument with the row numbers, by name of a module with a row-cut table.
         refused: cuts that cannot be carried out, by key.
+        settings: attributes that are set so that sizes in the user's code become local, by ``(module, attribute)``.
+        resizable: whether such attributes were not looked for yet.
     """
 
     chosen: Chosen
@@ -72,6 +74,8 @@ class Placed:
     first_rank: frozenset[str]
     lookups: Mapping[str, str]
     refused: Mapping[str, Refusal] = field(default_factory=dict)
+    settings: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    resizable: bool = True
 
 
 class _Refused(Exception):

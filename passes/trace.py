@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoshard.inputs import ExampleInputs, example_inputs
 from autoshard.ir import Traced
 from autoshard.outputs import states, tensors
 from autoshard.passes.unroll import NotAlike, find_repeats, unroll
+from autoshard.provenance import Tracker
 from autoshard.quiet import quiet
 from autoshard.twin import Twin, make_twin
 
@@ -29,11 +31,12 @@ class Trace:
     """Trace a model.
 
     Attributes:
-        given: example inputs, or None to synthesise them.
+        given: example inputs, those of an earlier trace, or None to synthesise them.
         shapes: the shapes of tensors that differ from the model's (a rank's share), by name.
         prepare: called with the twin before it is traced; may change it.
         after: called with (fqn, outputs) at the end of each module call of the traced twin; may replace the outputs.
         whole: trace every block, also those that repeat an earlier one.
+        tracker: notes what becomes of integer attributes.
     """
 
     given: Any = None
@@ -41,6 +44,7 @@ class Trace:
     prepare: Callable[[nn.Module], None] | None = None
     after: Callable[[str, Any], Any] | None = None
     whole: bool = False
+    tracker: Tracker | None = None
 
     def run(self, model: nn.Module) -> Traced:
         """Return the graph of ``model``'s forward.
@@ -65,33 +69,47 @@ class Trace:
         if self.prepare is not None:
             self.prepare(twin.model)
         inputs = example_inputs(twin.model, self.given)
-        return _trace(model, twin, inputs, self.after)
+        if self.tracker is not None:
+            self.tracker.prepare(twin.model)
+        return _trace(model, twin, inputs, self.after, self.tracker)
 
 
 class _Flat(nn.Module):
     """Calls the twin and returns its tensors in a flat list, so that any output class can be exported."""
 
-    def __init__(self, model: nn.Module, note: Callable[[list[tuple[str, bool]]], None]) -> None:
+    def __init__(
+        self, model: nn.Module, note: Callable[[list[tuple[str, bool]]], None], around: AbstractContextManager[Any]
+    ) -> None:
         super().__init__()
         self.model = model
+        self.around = around
         self.note = note  # export puts attributes back that a forward assigns: paths are handed out
 
     def forward(self, args: Any, kwargs: Any) -> list[Tensor]:
-        result = self.model(*args, **kwargs)
+        with self.around:
+            result = self.model(*args, **kwargs)
         found = [(path, tensor, False) for path, tensor in tensors(result)]
         found += [(path, tensor, True) for path, tensor in states(result)]
         self.note([(path, state) for path, _, state in found])
         return [tensor for _, tensor, _ in found]
 
 
-def _trace(model: nn.Module, twin: Twin, inputs: ExampleInputs, after: Callable[[str, Any], Any] | None) -> Traced:
+def _trace(
+    model: nn.Module,
+    twin: Twin,
+    inputs: ExampleInputs,
+    after: Callable[[str, Any], Any] | None,
+    tracker: Tracker | None,
+) -> Traced:
     calls = CallRecorder(twin.model, after)
     paths: list[tuple[str, bool]] = []
 
     def note(found: list[tuple[str, bool]]) -> None:
         paths[:] = found
 
-    flat = _Flat(twin.model, note)
+    if tracker is not None:
+        tracker.recorder = calls.recorder
+    flat = _Flat(twin.model, note, tracker.mode() if tracker is not None else nullcontext())
     args, kwargs = _fakes((inputs.args, inputs.kwargs), twin)
     handles = calls.attach()
     try:
@@ -103,7 +121,12 @@ def _trace(model: nn.Module, twin: Twin, inputs: ExampleInputs, after: Callable[
         for handle in handles:
             handle.remove()
     graph = GraphReader(model, twin, exported, inputs)
-    graph.walk(exported.graph_module, {})
+    try:
+        graph.walk(exported.graph_module, {})
+    except RuntimeError as error:  # an extent that depends on values has no size
+        raise _trace_error(error) from error
+    if tracker is not None:
+        tracker.names = dict(graph.marks)
     return graph.traced(calls, paths, inputs)
 
 
@@ -120,7 +143,7 @@ def _trace_error(error: Exception) -> TraceError:
 
 def _fakes(value: Any, twin: Twin) -> Any:
     def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, torch._subclasses.FakeTensor):
+        if not isinstance(leaf, Tensor) or getattr(leaf, "fake_mode", None) is twin.mode:
             return leaf
         with twin.mode:
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", requires_grad=leaf.requires_grad)

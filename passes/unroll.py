@@ -113,6 +113,7 @@ class _Unroll:
         self.traced = traced
         self.repeats = repeats
         self.sources = {source.name: source for source in traced.sources}
+        self.copies: dict[str, str] = {}
         self.next_call = max((call.id for call in traced.calls), default=0) + 1
 
     def run(self) -> Traced:
@@ -125,6 +126,7 @@ class _Unroll:
             pattern = max(i for i in range(len(blocks)) if self.repeats.kinds[i] == self.repeats.kinds[number])
             previous = copies[-1] if copies else blocks[-1]
             copy, sources = self._copy(blocks, pattern, number, previous)
+            self.copies[self.repeats.children[number]] = self.repeats.children[pattern]
             copies.append(copy)
             new_sources += sources
         return self._joined(blocks, copies, new_sources)
@@ -215,6 +217,7 @@ class _Unroll:
             ops=(*head, *(op for copy in copies for op in copy.ops), *tail),
             calls=tuple(calls),
             outputs=tuple(outputs),
+            copies={**self.traced.copies, **self.copies},
             parameters=tuple(replace(p, value=p.value or values.get(p.fqn)) for p in self.traced.parameters),
             buffers=tuple(replace(b, value=b.value or values.get(b.fqn)) for b in self.traced.buffers),
         )

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import AutoshardError
 from autoshard.execute import apply, make_mesh, set_gradient_sync
 from autoshard.plans import Mesh, Plan
+from autoshard.training import PLAIN, Training
 from autoshard.whole import full_gradients, full_parameters
 
 SEQUENCE = 7
@@ -46,13 +47,14 @@ class Twins:
         seed: int = 0,
         prepare: Callable[[Decoder], None] = lambda model: None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        training: Training = PLAIN,
     ) -> None:
         self.mesh = mesh
         self.whole, self.model = Decoder(config), Decoder(dataclasses.replace(config, seed=seed))
         self.plan: Plan = decoder_plan(self.model, mesh, spoil)
         self.device_mesh: DeviceMesh = make_mesh(self.plan, "cpu")
         prepare(self.model)
-        apply(self.model, self.plan, self.device_mesh, optimizers)
+        apply(self.model, self.plan, self.device_mesh, optimizers, training=training)
         self.report = Report()
         self.generator = torch.Generator().manual_seed(1)
 

@@ -57,7 +57,8 @@ def example_inputs(model: nn.Module, given: Any = None, *, batch: int = 2, seque
 
     Args:
         model: its tensors may be fake: then the inputs are fake tensors of the same mode, and trying costs nothing.
-        given: a tuple of arguments, a dict of keyword arguments or a pair of both: used as it is, unchecked.
+        given: a tuple of arguments, a dict of keyword arguments or a pair of both: used as it is, unchecked; what an
+            earlier call returned is returned again.
         batch: size of batch dims, above 1.
         sequence: size of sequence dims, above 1; best one that is no other size of the model.
 
@@ -65,6 +66,8 @@ def example_inputs(model: nn.Module, given: Any = None, *, batch: int = 2, seque
         InputsNotFound: every guess failed.
         InvalidArgument: ``given`` is no arguments, or a size is below 2.
     """
+    if isinstance(given, ExampleInputs):
+        return given
     if given is not None:
         args, kwargs = split_given(given)
         return ExampleInputs(args, kwargs, given_dims(args, kwargs), ("the example inputs were given",))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_plans import decoder_plan, uncut_plan
 
@@ -28,6 +28,7 @@ text = st.text(max_size=12)
 spans = st.lists(st.tuples(size, size), max_size=3).map(tuple)
 
 
+@settings(deadline=None)  # a loaded machine is no failure
 @given(degree, degree, degree, st.one_of(st.none(), spans), st.one_of(st.none(), spans), text, size)
 def test_any_plan_round_trips(
     replicate: int,
@@ -59,6 +60,7 @@ def test_times_are_not_stored() -> None:
     assert slower.to_json() == plan.to_json()
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 200), min_size=1).map(sorted))
 def test_unfold_undoes_fold(numbers: list[int]) -> None:
     assert unfold(f"a.{fold(numbers)}.b") == [f"a.{number}.b" for number in numbers]

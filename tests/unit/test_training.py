@@ -1,0 +1,100 @@
+"""Training options and helpers without a process group."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.errors import InvalidArgument
+from autoshard.plans import Coverage, Mesh, Plan, Unit
+from autoshard.recompute import recompute
+from autoshard.training import Training, blocks
+
+
+class Scaled(nn.Module):
+    """Its arguments have the names of checkpoint's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.runs = 0
+
+    def forward(self, x: Tensor, *, debug: float = 1.0, context_fn: Tensor | None = None) -> Tensor:
+        self.runs += 1
+        y: Tensor = self.down(torch.tanh(self.up(x))) * debug
+        return y if context_fn is None else y + context_fn
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_module_recomputes_in_place(mode: str) -> None:
+    torch.manual_seed(0)
+    module, names = Scaled(), list(Scaled().state_dict())
+    signature = inspect.signature(module.forward)
+    x, shift = torch.randn(2, 4), torch.randn(4, requires_grad=True)
+    gradients = []
+    for _ in range(2):
+        module(x, debug=2.0, context_fn=shift).pow(2).sum().backward()
+        gradients.append([p.grad for p in (*module.parameters(), shift) if p.grad is not None])
+        module.zero_grad()
+        shift.grad = None
+        if len(gradients) == 1:
+            module.runs = 0
+            recompute(module, mode)
+    assert module.runs == 2
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert list(module.state_dict()) == names
+    assert inspect.signature(module.forward) == signature
+    with torch.no_grad():
+        module(x)
+    assert module.runs == 3
+
+
+def test_a_forward_of_the_instances_own_is_kept() -> None:
+    module = Scaled()
+    module.__dict__["forward"] = lambda x: x * 3
+    recompute(module, "full")
+    assert module(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+def test_blocks_are_the_outermost_units_with_modules_inside() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Sequential(Scaled(), Scaled()), Scaled(), nn.Linear(4, 4))
+    units = tuple(Unit(name, 0, 0) for name in ("1.0", "0", "1", "2", "3", ""))
+    plan = Plan(Mesh(), {}, {}, {}, units, {}, (), Coverage(0.0, 0.0))
+    assert blocks(model, plan) == [model[1], model[2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixed_precision": "float8"}, "no mixed precision is called 'float8'"),
+        ({"checkpointing": "some"}, "allowed: none, selective, full"),
+        ({"compile_backend": "inductor"}, "pass compile=True as well"),
+    ],
+)
+def test_an_option_that_does_not_exist(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        Training(**options)
+    with pytest.raises(InvalidArgument, match=words):
+        autoshard.parallelize(nn.Linear(2, 2), {}, **options)
+
+
+@pytest.mark.parametrize("helper", [autoshard.data_rank, autoshard.data_world])
+def test_there_are_no_data_axes_before_sharding(helper: Any) -> None:
+    with pytest.raises(InvalidArgument, match="not parallelized"):
+        helper(nn.Linear(2, 2))
+    with pytest.raises(InvalidArgument, match="not parallelized"):
+        autoshard.token_mean(torch.tensor(1.0), 1, nn.Linear(2, 2))
+
+
+def test_clipping_by_value_of_plain_gradients() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    parameters[0].grad = torch.tensor([-2.0, 0.5, 2.0])
+    autoshard.clip_grad_value_(parameters, 1.0)
+    autoshard.clip_grad_value_(parameters[0], 1.0)
+    assert parameters[0].grad.tolist() == [-1.0, 0.5, 1.0]
+    assert parameters[1].grad is None
