@@ -7,6 +7,7 @@ answer within the time limit are killed, and the next job gets new ones.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -39,6 +40,20 @@ def _work(rank: int, world: int, meeting: str, pipe: Connection) -> None:
         except EOFError:
             break
         pipe.send_bytes(pickle.dumps(_answer(job)))
+        _tidy()
+
+
+def _tidy() -> None:
+    """Destroy the groups of the job's meshes: each keeps threads that poll, and hundreds of them slow every rank."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from torch.distributed.tensor import debug
+
+    gc.collect()
+    # its caches hand out specs with any equal mesh: none may survive whose group is gone
+    debug._clear_sharding_prop_cache()
+    for group in [g for g in c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def _answer(job: bytes) -> tuple[bool, Any]:
