@@ -10,13 +10,13 @@ from autoshard.plans import Mesh, Plan
 
 if TYPE_CHECKING:
     from autoshard.api import auto_parallelize, parallelize, plan
-    from autoshard.clip import clip_grad_norm_, clip_grad_value_
-    from autoshard.data import data_rank, data_world, token_mean
-    from autoshard.execute import set_gradient_sync
-    from autoshard.optim_made import optimizers
-    from autoshard.scaler import GradScaler
-    from autoshard.verification import verify
-    from autoshard.whole import full_gradients, full_parameters
+    from autoshard.executor.data import data_rank, data_world, token_mean
+    from autoshard.executor.execute import set_gradient_sync
+    from autoshard.executor.whole import full_gradients, full_parameters
+    from autoshard.optim.clip import clip_grad_norm_, clip_grad_value_
+    from autoshard.optim.made import optimizers
+    from autoshard.optim.scaler import GradScaler
+    from autoshard.proving.verification import verify
 
 __version__ = "0.1.0"
 
@@ -25,17 +25,17 @@ _HOMES = {
     "auto_parallelize": "api",
     "parallelize": "api",
     "plan": "api",
-    "clip_grad_norm_": "clip",
-    "clip_grad_value_": "clip",
-    "data_rank": "data",
-    "data_world": "data",
-    "token_mean": "data",
-    "GradScaler": "scaler",
-    "optimizers": "optim_made",
-    "set_gradient_sync": "execute",
-    "full_gradients": "whole",
-    "full_parameters": "whole",
-    "verify": "verification",
+    "clip_grad_norm_": "optim.clip",
+    "clip_grad_value_": "optim.clip",
+    "data_rank": "executor.data",
+    "data_world": "executor.data",
+    "token_mean": "executor.data",
+    "GradScaler": "optim.scaler",
+    "optimizers": "optim.made",
+    "set_gradient_sync": "executor.execute",
+    "full_gradients": "executor.whole",
+    "full_parameters": "executor.whole",
+    "verify": "proving.verification",
 }
 
 __all__ = [

@@ -18,7 +18,7 @@ from autoshard.plans import Plan
 from autoshard.reading import read_plan
 
 if TYPE_CHECKING:
-    from autoshard.optim_made import Wanted
+    from autoshard.optim.made import Wanted
 
 
 def plan(
@@ -113,11 +113,11 @@ def parallelize(
     Raises:
         AutoshardError: before anything is changed; on every rank if on one.
     """
-    from autoshard.agree import Unanimous
-    from autoshard.execute import apply, ensure_process_group, make_mesh
-    from autoshard.forgotten import remember, warn_forgotten
-    from autoshard.optim_made import make_all, split
-    from autoshard.training import Training
+    from autoshard.executor.agree import Unanimous
+    from autoshard.executor.execute import apply, ensure_process_group, make_mesh
+    from autoshard.executor.training import Training
+    from autoshard.optim.forgotten import remember, warn_forgotten
+    from autoshard.optim.made import make_all, split
 
     training = Training(mixed_precision, offload, checkpointing, compile, compile_backend)
     ensure_process_group(offload)
@@ -157,8 +157,8 @@ def auto_parallelize(
     Returns:
         ``model``, changed in place.
     """
-    from autoshard.execute import ensure_process_group
-    from autoshard.together import together
+    from autoshard.executor.execute import ensure_process_group
+    from autoshard.executor.together import together
 
     ensure_process_group(offload)
     made = together(lambda: _make_plan(model, world, **options)) if plan is None else plan

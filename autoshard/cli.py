@@ -19,7 +19,7 @@ from autoshard.diff import differences, render_differences
 from autoshard.errors import AutoshardError, CoverageTooLow, MeshMismatch
 from autoshard.layout import to_text
 from autoshard.plans import Plan
-from autoshard.proof import Proof
+from autoshard.proving.proof import Proof
 from autoshard.report import render, render_passes
 from autoshard.words import percent
 
@@ -182,12 +182,13 @@ def _prove(target: str, tp: int | None, plan: Plan | None, processes: int | None
         from autoshard.targets import load_model
 
         model = load_model(target)
-        from autoshard import api, verification
+        from autoshard import api
+        from autoshard.proving import verification
 
         made: Plan = api.plan(model, world=tp, tp=tp, progress=say) if plan is None else plan
         proof: Proof = verification.verify(model, made, progress=say)
         if proof.ok and processes is not None:
-            from autoshard.processes import verify_in_processes
+            from autoshard.proving.processes import verify_in_processes
 
             return verify_in_processes(model, made, processes, target=target, progress=say)
         return proof

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.layout import bullets, columns, section, to_text
-from autoshard.proof import Proof
+from autoshard.proving.proof import Proof
 from autoshard.words import counted
 
 _MOST = 12

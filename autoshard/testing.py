@@ -21,9 +21,9 @@ from torch import nn
 
 from autoshard import api
 from autoshard.plans import Plan
-from autoshard.proof import Proof
-from autoshard.surroundings import plain_surroundings
-from autoshard.verification import verify
+from autoshard.proving.proof import Proof
+from autoshard.proving.surroundings import plain_surroundings
+from autoshard.proving.verification import verify
 
 __all__ = ["assert_plan_exact"]
 

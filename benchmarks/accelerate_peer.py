@@ -61,7 +61,7 @@ def measure(who: str, data: dict[str, Any], kind: str, start: str, steps: int) -
     from memory_workers import build, ids
     from models import token_loss
 
-    from autoshard.optim_state import cut_like
+    from autoshard.optim.state import cut_like
     from autoshard.reading import read_plan
 
     reference = build()

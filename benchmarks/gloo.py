@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from autoshard.analysis import Analysis
-from autoshard.cases import make_cases
-from autoshard.hand import from_hand
-from autoshard.hand_subject import HandSubject
-from autoshard.observe import Observed
-from autoshard.runs import Run, Weights, reference, run
-from autoshard.simulate import on_each_rank
-from autoshard.specimen import make_specimen
-from autoshard.trial import compare
+from autoshard.hand.reader import from_hand
+from autoshard.hand.subject import HandSubject
+from autoshard.proving.analysis import Analysis
+from autoshard.proving.cases import make_cases
+from autoshard.proving.observe import Observed
+from autoshard.proving.runs import Run, Weights, reference, run
+from autoshard.proving.simulate import on_each_rank
+from autoshard.proving.specimen import make_specimen
+from autoshard.proving.trial import compare
 
 WORLD = 2
 

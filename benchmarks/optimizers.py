@@ -1,7 +1,7 @@
 """Measure every optimizer of torch on sharded parameters: ``python benchmarks/optimizers.py --write``.
 
 Twice each: on a simulated 2 x 2 mesh in this process, and on 2 real gloo ranks; two steps, against the same on plain
-parameters. Prints the table of ``docs/optimizers.md``, and says where it contradicts ``autoshard/optim_table.py``.
+parameters. Prints the table of ``docs/optimizers.md``, and says where it contradicts ``autoshard/optim/table.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autoshard.optim_table import NO_OPTION, REFUSED, TABLE, WAYS, Support
-from autoshard.optim_trial import try_out
+from autoshard.optim.table import NO_OPTION, REFUSED, TABLE, WAYS, Support
+from autoshard.optim.trial import try_out
 
 SHAPES = {0: (), 1: (6,), 2: (6, 4), 3: (6, 4, 2)}
 

@@ -17,9 +17,9 @@ from workers import Twins
 
 import autoshard
 from autoshard.errors import AutoshardError
-from autoshard.execute import apply, make_mesh
+from autoshard.executor.execute import apply, make_mesh
+from autoshard.executor.whole import full_parameters
 from autoshard.plans import Mesh
-from autoshard.whole import full_parameters
 
 Made = list[torch.optim.Optimizer]
 

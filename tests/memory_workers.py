@@ -78,7 +78,7 @@ def measure(data: dict[str, Any], when: str, start: str, compare: bool = True) -
     before = live.now
     del held
     make: Any = (lambda named: torch.optim.AdamW(named, lr=0.01, foreach=True)) if when == "after" else optimizer
-    skip = contextlib.nullcontext() if compare else mock.patch("autoshard.execute.equalise")
+    skip = contextlib.nullcontext() if compare else mock.patch("autoshard.executor.execute.equalise")
     with live, skip, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         autoshard.parallelize(model, plan, optimizer=None if when == "forgotten" else make)

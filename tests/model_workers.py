@@ -11,11 +11,11 @@ from models import build, logits_of, token_loss
 from torch import Tensor, nn
 
 from autoshard.api import parallelize
-from autoshard.double import Double
-from autoshard.execute import set_gradient_sync
+from autoshard.executor.execute import set_gradient_sync
+from autoshard.executor.whole import full_gradients, full_parameters
 from autoshard.plans import Plan
+from autoshard.proving.double import Double
 from autoshard.reading import read_plan
-from autoshard.whole import full_gradients, full_parameters
 
 
 def tokens(model: nn.Module, batch: int, length: int, seed: int) -> Tensor:

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import start_processes
 
-from autoshard.clip import clip_grad_norm_
-from autoshard.optim import snapshot
-from autoshard.optim_state import cut_like
+from autoshard.optim.clip import clip_grad_norm_
+from autoshard.optim.remap import snapshot
+from autoshard.optim.state import cut_like
 
 BATCH = 4
 Result = dict[str, Any]

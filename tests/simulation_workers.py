@@ -9,9 +9,9 @@ from models import build, logits_of
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.execute import apply, make_mesh
+from autoshard.executor.execute import apply, make_mesh
 from autoshard.plans import Plan
-from autoshard.simulate import on_each_rank
+from autoshard.proving.simulate import on_each_rank
 
 LENGTHS = (7, 5)
 #: The parameter whose gradient sum is taken out of the plan where a wrong one is asked for.

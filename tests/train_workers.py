@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import autoshard
-from autoshard.optim_state import cut_like
+from autoshard.optim.state import cut_like
 from autoshard.plans import Plan
 from autoshard.reading import read_plan
 

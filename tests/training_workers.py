@@ -22,12 +22,12 @@ from workers import Twins
 
 import autoshard
 from autoshard import data_rank, data_world, set_gradient_sync, token_mean
-from autoshard.checks import MARK
 from autoshard.errors import AutoshardError
-from autoshard.execute import apply, make_mesh
+from autoshard.executor.checks import MARK
+from autoshard.executor.execute import apply, make_mesh
+from autoshard.executor.training import Training
+from autoshard.executor.whole import full_gradients
 from autoshard.plans import Mesh
-from autoshard.training import Training
-from autoshard.whole import full_gradients
 
 IGNORED = -100
 

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import AutoshardError
-from autoshard.execute import apply, make_mesh, set_gradient_sync
+from autoshard.executor.execute import apply, make_mesh, set_gradient_sync
+from autoshard.executor.training import PLAIN, Training
+from autoshard.executor.whole import full_gradients, full_parameters
 from autoshard.plans import Mesh, Plan
-from autoshard.training import PLAIN, Training
-from autoshard.whole import full_gradients, full_parameters
 
 SEQUENCE = 7
 

@@ -11,7 +11,7 @@ from models import build, token_loss
 from simulate import CountCollectives, fake_world
 
 from autoshard.api import plan as make_plan
-from autoshard.execute import apply, make_mesh
+from autoshard.executor.execute import apply, make_mesh
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 

@@ -14,11 +14,11 @@ from simulate import CountCollectives, fake_world, on_rank, per_rank, same_on_al
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.collectives import Axis, Conversion
 from autoshard.errors import AutoshardError, InvalidArgument
-from autoshard.execute import apply, ensure_process_group, make_mesh, set_gradient_sync
+from autoshard.executor.collectives import Axis, Conversion
+from autoshard.executor.execute import apply, ensure_process_group, make_mesh, set_gradient_sync
+from autoshard.executor.whole import full_gradients, full_parameters
 from autoshard.plans import Coverage, Mesh, ModulePlan, Plan
-from autoshard.whole import full_gradients, full_parameters
 
 TP = Mesh(1, 1, 2)
 

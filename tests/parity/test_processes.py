@@ -15,8 +15,8 @@ from verify_models import FailsOnRanks, Mlp, WithLambda
 import autoshard
 from autoshard.errors import InvalidArgument, MeshMismatch, ProcessFailed
 from autoshard.plans import Mesh, Plan
-from autoshard.processes import verify_in_processes
-from autoshard.ranks import Crashed, run_on_ranks
+from autoshard.proving.processes import verify_in_processes
+from autoshard.proving.ranks import Crashed, run_on_ranks
 
 LIMIT_SECONDS = 120.0
 

@@ -12,8 +12,8 @@ from models import build
 from simulation_workers import DROPPED, LENGTHS, backward, make_inputs, model_and_plan
 from torch import Tensor
 
-from autoshard.execute import apply, make_mesh
-from autoshard.simulate import on_each_rank, simulated
+from autoshard.executor.execute import apply, make_mesh
+from autoshard.proving.simulate import on_each_rank, simulated
 
 
 @pytest.fixture(autouse=True)

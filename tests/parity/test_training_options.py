@@ -10,8 +10,8 @@ import torch
 import training_workers as jobs
 from spawn import Pool
 
+from autoshard.executor.training import Training
 from autoshard.plans import Mesh
-from autoshard.training import Training
 
 Gloo = Callable[[int], Pool]
 TOLERANCE = 1e-9

@@ -7,15 +7,15 @@ import torch
 from simulate import on_rank, per_rank, same_on_all, seeded, simulated
 from torch import Tensor, nn
 
-from autoshard.collectives import Axis, Conversion, take_parts
-from autoshard.double import grouped_mm
 from autoshard.errors import InvalidArgument
-from autoshard.execute import apply, make_mesh
-from autoshard.hand import from_hand
-from autoshard.hand_plan import PlanBuilder
-from autoshard.hand_rules import Rules
+from autoshard.executor.collectives import Axis, Conversion, take_parts
+from autoshard.executor.execute import apply, make_mesh
+from autoshard.hand.plan import PlanBuilder
+from autoshard.hand.reader import from_hand
+from autoshard.hand.rules import Rules
 from autoshard.plans import AXES
-from autoshard.subject import Cut
+from autoshard.proving.double import grouped_mm
+from autoshard.proving.subject import Cut
 
 
 def fused() -> nn.Module:

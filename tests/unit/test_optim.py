@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard.clip import clip_grad_norm_
 from autoshard.errors import NonFiniteGradients, OptimizerError
-from autoshard.optim import snapshot
-from autoshard.optim_state import elementwise_keys
+from autoshard.optim.clip import clip_grad_norm_
+from autoshard.optim.remap import snapshot
+from autoshard.optim.state import elementwise_keys
 
 
 class Tied(nn.Module):

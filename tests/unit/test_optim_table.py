@@ -15,10 +15,10 @@ from train_workers import Lion, ReadsMemory
 
 import autoshard
 from autoshard.errors import OptimizerError
-from autoshard.optim import snapshot
-from autoshard.optim_made import make_all, split
-from autoshard.optim_table import NO_OPTION, REFUSED, TABLE, WAYS, WORKS, Support, support_of, way_of
-from autoshard.optim_trial import fresh_like, try_out
+from autoshard.optim.made import make_all, split
+from autoshard.optim.remap import snapshot
+from autoshard.optim.table import NO_OPTION, REFUSED, TABLE, WAYS, WORKS, Support, support_of, way_of
+from autoshard.optim.trial import fresh_like, try_out
 
 OFFERED = [
     kind

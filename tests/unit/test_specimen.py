@@ -11,10 +11,10 @@ from torch import nn
 from verify_models import Block, Everything, Mixture, Mlp, Stack
 
 import autoshard
-from autoshard.analysis import Analysis
 from autoshard.errors import InvalidArgument
 from autoshard.plans import Plan
-from autoshard.specimen import Specimen, fit, make_specimen
+from autoshard.proving.analysis import Analysis
+from autoshard.proving.specimen import Specimen, fit, make_specimen
 
 
 def specimen_of(model: nn.Module, tp: int = 2, **options: Any) -> Specimen:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.errors import InvalidArgument
+from autoshard.executor.recompute import recompute
+from autoshard.executor.training import Training, blocks
 from autoshard.plans import Coverage, Mesh, Plan, Unit
-from autoshard.recompute import recompute
-from autoshard.training import Training, blocks
 
 
 class Scaled(nn.Module):

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import autoshard
 from autoshard.cli import main
 from autoshard.plans import Mesh
-from autoshard.proof import Proof
+from autoshard.proving.proof import Proof
 from autoshard.targets import load_model
 
 MLP = str(Path(__file__).parents[2] / "examples" / "mlp.py")
@@ -97,7 +97,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked.update(options, number=number)
         return Proof(True, {"w": 0.0}, {"": 0.0}, (), 2, (), 1e-9, 1.0, Mesh(dp_shard=2, tp=2), {"w": 0.0})
 
-    monkeypatch.setattr("autoshard.processes.verify_in_processes", stub)
+    monkeypatch.setattr("autoshard.proving.processes.verify_in_processes", stub)
     return asked
 
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 
 import autoshard
 from autoshard.errors import InvalidArgument, UnknownModule
-from autoshard.hand import from_hand
-from autoshard.proof import Proof
+from autoshard.hand.reader import from_hand
+from autoshard.proving.proof import Proof
 
 DECODER = {
     "embedding": "embedding_rowwise",

@@ -1,0 +1,259 @@
+"""Apply a plan to a live model: the one place that calls ``parallelize_module`` and ``fully_shard``.
+
+Order: check everything; agree over ranks; equal values; optimizers let go; tensor parallelism; checkpointing and
+compilation of blocks; FSDP, innermost units first; optimizers take up the new parameters. Until the ranks have agreed
+nothing has changed. A failure after that leaves a model that raises ``Unusable``: the originals are not kept, memory
+matters more.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from autoshard.errors import InvalidArgument, NotDistributed, Unusable
+from autoshard.executor.agree import Unanimous, equalise, gather
+from autoshard.executor.checks import MARK, check
+from autoshard.executor.collectives import Axis
+from autoshard.executor.gradsum import Sync, UnitSums
+from autoshard.executor.match import buffer_plans, parameter_plans
+from autoshard.executor.scalars import replicate_scalars
+from autoshard.executor.settings import check_attributes, set_attributes
+from autoshard.executor.share import Slot, common_parent
+from autoshard.executor.styles import ModuleStyle, Placed
+from autoshard.executor.training import PLAIN, Training
+from autoshard.executor.units import Units, shard
+from autoshard.executor.watch import watch
+from autoshard.plans import AXES, ModulePlan, Plan
+
+
+@dataclass(eq=False)
+class Applied:
+    """What a parallelized model remembers, under ``model.__dict__[MARK]``.
+
+    Attributes:
+        plan: the plan.
+        mesh: the whole mesh.
+        training: the options it trains with.
+        sync: whether the next backward synchronises gradients, where there is no FSDP to say so.
+        sums: the gradient sums of each unit.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    training: Training = PLAIN
+    sync: Sync = field(default_factory=Sync)
+    sums: list[UnitSums] = field(default_factory=list)
+
+    def forget(self, module: nn.Module, args: Any) -> None:
+        """Drop the kept gradients that the user dropped; a forward pre-hook of the model."""
+        for sums in self.sums:
+            sums.forget()
+
+    def settle(self, module: nn.Module, args: Any, answer: Any) -> None:
+        """Leave no kept gradient behind; a forward hook of the model."""
+        for sums in self.sums:
+            sums.settle()
+
+
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    training: Training = PLAIN,
+    simulation: bool = False,
+    leave: Collection[str] = (),
+) -> nn.Module:
+    """Apply ``plan`` to ``model`` in place and return it. Every rank calls this.
+
+    Args:
+        model: on any device, or on meta; gradients it has are dropped.
+        plan: made for this model and this world.
+        mesh: what ``make_mesh(plan, ...)`` returns.
+        optimizers: made on the model before; they are refilled with the new parameters, in place.
+        training: how it will train.
+        simulation: whether the ranks are simulated: then parameters may be cut in parts.
+        leave: names of modules that are not touched: other styles hold their parameters.
+
+    Raises:
+        AutoshardError: of the class that ``checks.check`` names, with nothing changed.
+        RanksDisagree: another rank refused, or has another plan; nothing changed.
+        OptimizerError: an optimizer cannot follow its parameters; nothing changed.
+        Unusable: it failed half-way, on this rank or another.
+    """
+    with Unanimous(plan, str(training)):
+        check(model, plan, mesh, simulation)
+        check_attributes(model, plan)
+        training.check(model, plan, mesh)
+        snapshot = _snapshot(model, optimizers, sharded=plan.mesh.world > 1 or training.uses_fsdp(plan))
+    equalise(model, mesh.device_type)
+    with _SpoilOnFailure(model):
+        if snapshot is not None:
+            snapshot.release()
+        model.__dict__[MARK] = applied = Applied(plan, mesh, training)
+        if plan.mesh.tp > 1:
+            _cut(model, applied, leave)
+        training.prepare(model, plan, applied.sums)
+        if training.uses_fsdp(plan):
+            shard(model, plan, mesh, replicate_scalars(model, mesh), training.policies)
+        watch(model, plan)
+        if snapshot is not None:
+            snapshot.restore(model)
+    return model
+
+
+def _snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], sharded: bool) -> Any:
+    if not optimizers:
+        return None
+    from autoshard.optim.remap import snapshot
+
+    return snapshot(model, optimizers, sharded=sharded)
+
+
+def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
+    """Hold every parameter as a DTensor on the tp mesh, and convert at the boundaries."""
+    mesh = applied.mesh[AXES[2]]
+    styles = {fqn: s for fqn, s in _styles(model, applied, Axis(mesh)).items() if fqn not in leave}
+    # a token of a key is a pattern to torch: names are taken literally
+    keys: dict[str, ParallelStyle] = {
+        ".".join(glob.escape(step) for step in fqn.split(".")): style for fqn, style in styles.items()
+    }
+    set_attributes(model, applied.plan)
+    parallelize_module(model, mesh, keys, src_data_rank=None)
+    used = [sums for sums in {id(style.sums): style.sums for style in styles.values()}.values() if sums.owners]
+    for sums in used:
+        sums.install()
+    applied.sums += used
+    if used:
+        model.register_forward_pre_hook(applied.forget)
+        model.register_forward_hook(applied.settle)
+
+
+def _styles(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, ModuleStyle]:
+    plan = applied.plan
+    first_names = {id(module): name for name, module in model.named_modules()}
+    boundaries = {first_names[id(model.get_submodule(fqn))]: boundary for fqn, boundary in plan.module_plans()}
+    parameters, buffers = parameter_plans(model, plan), buffer_plans(model, plan)
+    slots, placed = _slots(model, boundaries), Placed()
+    sums = _sums(model, applied, axis)
+    return {
+        fqn: ModuleStyle(fqn, axis, parameters[fqn], buffers[fqn], boundaries.get(fqn), sums[fqn], slots, placed)
+        for fqn, module in model.named_modules()
+        if module._parameters or module._buffers or fqn in boundaries
+    }
+
+
+def _sums(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, UnitSums]:
+    """Return, by module, the gradient sums of the unit around it."""
+    units = Units(model, applied.plan)
+    made = {name: UnitSums(axis, applied.sync, units.modules[name], applied.training.sum_dtype) for name in units.names}
+    homes = units.homes_of_modules()
+    return {fqn: made[homes[id(module)]] for fqn, module in model.named_modules()}
+
+
+def _slots(model: nn.Module, boundaries: dict[str, ModulePlan]) -> dict[str, Slot]:
+    """Return the shared entries by name; each is emptied when its modules' common parent ends, and the model."""
+    users: dict[str, list[str]] = {}
+    for fqn, boundary in boundaries.items():
+        for entry in boundary.share.values():
+            users.setdefault(entry, []).append(fqn)
+    slots = {entry: Slot() for entry in users}
+    for entry, slot in slots.items():
+        for module in {common_parent(model, users[entry]), model}:
+            module.register_forward_hook(slot.clear, always_call=True)
+    return slots
+
+
+class _SpoilOnFailure:
+    """A block after which the model raises ``Unusable`` on every rank, if the block fails on one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self.model.__dict__["forward"] = Spoiled(Unusable("applying the plan was interrupted half-way"))
+            return
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        failed = [(rank, t) for rank, t in enumerate(gather(text)) if t is not None]
+        if not failed:
+            return
+        rank, text = failed[0]
+        unusable = Unusable(
+            f"applying the plan failed half-way on rank {rank}", got=text, help="build the model again on every rank"
+        )
+        self.model.__dict__["forward"] = Spoiled(unusable)
+        raise unusable from error
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """The forward of a model that cannot be used."""
+
+    error: Unusable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise the error."""
+        raise self.error
+
+
+def make_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """Return the device mesh of ``plan``: axes ``dp_replicate``, ``dp_shard``, ``tp``. Every rank calls this."""
+    shape = (plan.mesh.dp_replicate, plan.mesh.dp_shard, plan.mesh.tp)
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+
+
+def ensure_process_group(offload: bool = False) -> None:
+    """Make the process group that torchrun's environment describes, and choose the device, if there is none.
+
+    Args:
+        offload: whether gradients will lie on the host: then the group works there too.
+
+    Raises:
+        NotDistributed: there is neither a process group nor such an environment.
+    """
+    if dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK") if name not in os.environ]
+    if missing:
+        raise NotDistributed(
+            "there is no process group",
+            got=f"{', '.join(missing)} not set",
+            help="start with `torchrun --nproc-per-node N script.py`; to only plan, autoshard.plan(model, world=N)",
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    cuda = "cpu:gloo,cuda:nccl" if offload else "nccl"
+    dist.init_process_group(cuda if torch.cuda.is_available() else "gloo")
+
+
+def set_gradient_sync(model: nn.Module, on: bool) -> None:
+    """Choose whether the next backwards synchronise gradients over all ranks, or keep them (accumulation).
+
+    Raises:
+        InvalidArgument: the model is not parallelized.
+    """
+    applied = model.__dict__.get(MARK)
+    if applied is None:
+        raise InvalidArgument("the model is not parallelized", help="call autoshard.parallelize first")
+    applied.sync.on = on
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)

@@ -1,0 +1,187 @@
+"""The ParallelStyle that the executor hands to torch's ``parallelize_module``, one per module.
+
+torch's own styles hold weights of linears and embeddings only, read the first positional argument only, and pay
+one all-reduce per projection. This one holds every parameter of any module as a DTensor on the tp mesh, and
+converts the arguments and answers that the plan names, by name, however they are passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from autoshard._torch import lift, local_part, spec_of, wrap
+from autoshard.executor.aliases import own_lists
+from autoshard.executor.collectives import Axis, Conversion, take_parts, take_slice
+from autoshard.executor.gradsum import UnitSums
+from autoshard.executor.held import Held, hold
+from autoshard.executor.lookup import RowCutTable
+from autoshard.executor.share import Slot
+from autoshard.paths import Argument, split, update
+from autoshard.plans import ModulePlan, TensorPlan
+
+
+@dataclass(eq=False)
+class Placed:
+    """Tensors that were placed already, by the identity of the original: tied names stay one object."""
+
+    parameters: dict[int, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class ModuleStyle(ParallelStyle):
+    """Hold one module's tensors, and convert at its boundary.
+
+    Attributes:
+        fqn: the module's name, for messages.
+        axis: the tp axis.
+        parameters: the plans of the module's own parameters, by attribute name.
+        buffers: the plans of its own buffers that are cut.
+        boundary: the plan of its boundary, or None.
+        sums: the unit that sums its partial gradients.
+        slots: the shared entries, by name.
+        placed: what other modules placed already.
+    """
+
+    fqn: str
+    axis: Axis
+    parameters: Mapping[str, TensorPlan]
+    buffers: Mapping[str, TensorPlan]
+    boundary: ModulePlan | None
+    sums: UnitSums
+    slots: Mapping[str, Slot]
+    placed: Placed
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        helds, lists = {}, own_lists(module)
+        for name, plan in self.parameters.items():
+            self._place_parameter(module, name, plan)
+            helds[name] = Held(self.axis, device_mesh, on_first_rank=plan.read == "first_rank")
+            if plan.grad_sum is not None:
+                helds[name].sums, helds[name].index = self.sums, self.sums.add(module, name)
+        for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
+            self._place_buffer(module, name, self.buffers.get(name))
+        if helds:
+            hold(module, helds, lists)
+        if self.boundary is not None:
+            install(module, self.boundary, self.axis, self.slots, self.fqn)
+        return module
+
+    def _place_parameter(self, module: nn.Module, name: str, plan: TensorPlan) -> None:
+        old = module._parameters[name]
+        assert old is not None
+        if id(old) not in self.placed.parameters:
+            self.placed.parameters[id(old)] = place(old, plan, self.axis)
+        module._parameters[name] = self.placed.parameters[id(old)]
+
+    def _place_buffer(self, module: nn.Module, name: str, plan: TensorPlan | None) -> None:
+        old = module._buffers[name]
+        assert old is not None
+        if id(old) not in self.placed.buffers:
+            new = old if old.is_meta else old.to(self.axis.mesh.device_type)
+            if plan is not None and plan.tp_dim is not None:
+                new = take_slice(new, self.axis.rank.to(new.device), self.axis.size, plan.tp_dim)
+            self.placed.buffers[id(old)] = lift(new)
+        module._buffers[name] = self.placed.buffers[id(old)]
+
+
+def place(parameter: nn.Parameter, plan: TensorPlan, axis: Axis) -> nn.Parameter:
+    """Return ``parameter`` as a DTensor on the tp mesh, cut as planned or whole; this rank's data, no messages.
+
+    One that is cut in parts holds the rank's slice of each part, laid end to end: gathering it permutes the parts.
+    """
+    dim = plan.tp_dim
+    placement = Replicate() if dim is None else Shard(dim)
+    whole = parameter.detach().contiguous()
+    held = distribute_tensor(whole, axis.mesh, [placement], src_data_rank=None)
+    local = local_part(held)
+    if dim is not None and plan.tp_parts is not None:
+        local = take_parts(whole, axis.rank.to(whole.device), axis.size, dim, plan.tp_parts)
+    return like(wrap(lift(local), spec_of(held)), parameter)
+
+
+def like(held: DTensor, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of ``held`` that keeps ``requires_grad`` and the attributes set on the old one."""
+    new = nn.Parameter(held, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
+
+
+def install(module: nn.Module, plan: ModulePlan, axis: Axis, slots: Mapping[str, Slot], fqn: str) -> None:
+    """Register the hooks that convert at the module's boundary.
+
+    Raises:
+        PlanMismatch: the forward has no such argument.
+        InvalidArgument: a conversion is unknown.
+    """
+    boundary = Boundary(axis)
+    for path, text in plan.inputs.items():
+        change = Converter(Conversion.parse(text), axis, slots.get(plan.share.get(path, "")))
+        boundary.inputs.append((Argument(module, path, fqn), change))
+    table = None
+    if plan.lookup is not None:
+        table = RowCutTable(module, plan.lookup, _num_rows(module), axis, fqn)
+    for path, text in plan.outputs.items():
+        conversion = Conversion.parse(text)
+        change = Converter(conversion, axis, table=table if conversion.kind == "P->R" else None)
+        boundary.outputs.append((split(path), change, f"{fqn or 'the model'}, answer {path}".rstrip()))
+    if boundary.inputs:
+        module.register_forward_pre_hook(boundary.enter, with_kwargs=True)
+    if boundary.outputs:
+        module.register_forward_hook(boundary.leave)
+    if table is not None:
+        table.install(module)
+
+
+@dataclass(eq=False)
+class Converter:
+    """A conversion with what it needs: a slot that it shares, or the table whose answer it sums."""
+
+    conversion: Conversion
+    axis: Axis
+    slot: Slot | None = None
+    table: RowCutTable | None = None
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Return ``value`` converted."""
+        if self.table is not None:
+            value = self.table.zero(value)
+        if self.slot is not None:
+            return self.slot.convert(value, self.conversion, self.axis)
+        return self.conversion(value, self.axis)
+
+
+@dataclass(eq=False)
+class Boundary:
+    """The conversions of one module, as two forward hooks."""
+
+    axis: Axis
+    inputs: list[tuple[Argument, Callable[[Tensor], Tensor]]] = field(default_factory=list)
+    outputs: list[tuple[tuple[str, ...], Callable[[Tensor], Tensor], str]] = field(default_factory=list)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Convert the arguments; a forward pre-hook."""
+        for argument, change in self.inputs:
+            args, kwargs = argument.update(args, kwargs, change)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, answer: Any) -> Any:
+        """Convert the answer; a forward hook."""
+        for steps, change, at in self.outputs:
+            answer = update(answer, steps, change, at)
+        return answer
+
+
+def _num_rows(module: nn.Module) -> int:
+    """Rows of the table on one rank. The checks saw to it that there is one parameter cut by rows."""
+    for parameter in module._parameters.values():
+        if isinstance(parameter, DTensor) and Shard(0) in spec_of(parameter).placements:
+            return local_part(parameter).shape[0]
+    raise AssertionError("checked before")

@@ -1,0 +1,1 @@
+"""Optimizers over sharded parameters: followed, tried, clipped, scaled."""

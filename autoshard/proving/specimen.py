@@ -1,0 +1,145 @@
+"""A small real copy of a model to prove a plan on: float64, every value random, shallow and narrow where it is big."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoshard.errors import InvalidArgument
+from autoshard.passes.place import Placed
+from autoshard.plans import Mesh, Plan, TensorPlan, unfold
+from autoshard.proving.replica import Shape, replicate
+from autoshard.proving.shrink import shrink
+from autoshard.proving.smaller import WHOLE, Smaller
+
+#: Above this many parameters a copy in float64, with its gradients twice, is no longer cheap.
+MOST_PARAMETERS = 20_000_000
+#: Above this many it does not fit a common machine's memory: the copies take about 50 bytes for each.
+TOO_MANY_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """What is run.
+
+    Attributes:
+        model: float64 on CPU, in eval mode, every value random.
+        smaller: in what it is smaller than the user's model.
+    """
+
+    model: nn.Module
+    smaller: Smaller = WHOLE
+
+    @property
+    def shrunk(self) -> tuple[str, ...]:
+        """What is smaller than in the user's model, one sentence each."""
+        return self.smaller.notes
+
+
+def make_specimen(
+    model: nn.Module, tp: int, placed: Callable[[], Placed], seed: int = 0, given: Any = None
+) -> Specimen:
+    """Copy ``model`` as a specimen to be cut over ``tp`` ranks; the model is left as it is.
+
+    Args:
+        model: on any device, meta included.
+        tp: number of tensor-parallel ranks.
+        placed: gives the analysis of the model at this degree: what may be narrowed. Asked only if the model is big.
+        seed: of the values.
+        given: example inputs that the specimen must take as they are, or None.
+
+    Raises:
+        TraceError: the model cannot be copied.
+        InvalidArgument: it is too big, and its code follows no smaller sizes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    smaller = shrink(model, tp, placed(), given) if _is_big(model) else WHOLE
+    _check_size(model, smaller)
+    fill, fill_buffer = partial(_fill, generator=generator), partial(_fill_buffer, generator=generator)
+    small = replicate(model, fill, fill_buffer, smaller.shapes, smaller.dropped).eval()
+    return Specimen(small, smaller)
+
+
+def fit(plan: Plan, specimen: Specimen) -> Plan:
+    """Return the tensor-parallel half of a plan, with the specimen's shapes and without what that lacks."""
+    return _fit(_tensor_parallel_half(plan), specimen.model)
+
+
+def _is_big(model: nn.Module) -> bool:
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(t.is_meta for t in tensors) or sum(t.numel() for t in tensors) > MOST_PARAMETERS
+
+
+def _check_size(model: nn.Module, smaller: Smaller) -> None:
+    names = dict(model.named_parameters())
+    shapes = {name: smaller.shapes.get(name, tuple(p.shape)) for name, p in names.items()}
+    dropped = [id(p) for name in smaller.dropped for p in model.get_submodule(name).parameters()]
+    total = sum(math.prod(shape) for name, shape in shapes.items() if id(names[name]) not in dropped)
+    if total > TOO_MANY_PARAMETERS:
+        raise InvalidArgument(
+            f"the model is too big to be run, and its code follows no smaller sizes: {total:,} parameters",
+            got=f"{total:,}; allowed: {TOO_MANY_PARAMETERS:,}",
+            help="verify a model of the same code with smaller sizes",
+        )
+
+
+def _fill(tensor: Tensor, shape: Shape, generator: torch.Generator) -> Tensor:
+    """Return the tensor's own values, perturbed, or random ones where it has none (of this shape)."""
+    if not tensor.dtype.is_floating_point:
+        return _fill_buffer(tensor, shape, generator)
+    noise = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if tensor.is_meta or shape != tuple(tensor.shape):
+        return noise / math.sqrt(math.prod(shape[1:]) or 1) if len(shape) > 1 else 1 + 0.1 * noise
+    value = tensor.detach().to("cpu", torch.float64)
+    scale = float(value.std()) if value.numel() > 1 else 1.0
+    return value + 0.1 * noise * (scale or 1.0)
+
+
+def _fill_buffer(tensor: Tensor, shape: Shape, generator: torch.Generator) -> Tensor:
+    """Return the tensor's own values: code may rely on those of a buffer."""
+    real = not tensor.is_meta and shape == tuple(tensor.shape)
+    if tensor.dtype.is_floating_point:
+        return tensor.detach().to("cpu", torch.float64).clone() if real else _fill(tensor, shape, generator)
+    return tensor.detach().cpu().clone() if real else torch.zeros(shape, dtype=tensor.dtype)
+
+
+def _tensor_parallel_half(plan: Plan) -> Plan:
+    def half(tensors: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
+        return {fqn: replace(t, fsdp_dim=None, dtype=_double(t.dtype)) for fqn, t in tensors.items()}
+
+    mesh = Mesh(1, 1, plan.mesh.tp)
+    return replace(plan, mesh=mesh, parameters=half(plan.parameters), buffers=half(plan.buffers))
+
+
+def _double(dtype: str) -> str:
+    return "float64" if dtype in ("float32", "bfloat16", "float16") else dtype
+
+
+def _fit(plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan with the shapes of a smaller model, and without what that lacks."""
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+
+    def fit(tensors: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
+        found = {}
+        for fqn, tensor in tensors.items():
+            if fqn in named:
+                shape = tuple(named[fqn].shape)
+                local = list(shape)
+                if tensor.tp_dim is not None:
+                    local[tensor.tp_dim] //= plan.mesh.tp
+                found[fqn] = replace(tensor, shape=shape, local_shape=tuple(local))
+        return found
+
+    kept = {fqn: module for fqn, module in plan.module_plans() if fqn in modules}
+    units = tuple(replace(unit, module=name) for unit in plan.units for name in unfold(unit.module) if name in modules)
+    return replace(plan, parameters=fit(plan.parameters), buffers=fit(plan.buffers), modules=kept, units=units)
