@@ -18,7 +18,7 @@ type: $(VENV)/stamp
 	$(BIN)/mypy
 
 unit: $(VENV)/stamp
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # rewrite the texts in tests/golden, to be reviewed as a diff
 golden: $(VENV)/stamp
