@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -208,22 +208,19 @@ def fake_mode_of(values: Iterable[Tensor]) -> FakeMode:
     return detect_fake_mode(tuple(values))
 
 
-@contextmanager
-def quiet_fake_tensors() -> Iterator[None]:
+def quiet_fake_tensors() -> AbstractContextManager[None]:
     """Keep fake tensors from logging each operator that refuses its operands, where that is expected."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
+    return _quiet("torch._subclasses.fake_tensor")
+
+
+def quiet_redistribution() -> AbstractContextManager[None]:
+    """Keep DTensor from advising on the speed of redistributions, where tensors have a few elements."""
+    return _quiet("torch.distributed.tensor._redistribute")
 
 
 @contextmanager
-def quiet_redistribution() -> Iterator[None]:
-    """Keep DTensor from advising on the speed of redistributions, where tensors have a few elements."""
-    log = logging.getLogger("torch.distributed.tensor._redistribute")
+def _quiet(logger: str) -> Iterator[None]:
+    log = logging.getLogger(logger)
     before = log.disabled
     log.disabled = True
     try:

@@ -118,7 +118,6 @@ class _Walk:
         self.factored = chosen.factored
         self.traced = chosen.factored.traced
         self.inner, self.gathered = chosen.inner, chosen.gathered
-        self.both = self.inner | self.gathered
         self.live = {place for cut in chosen.cuts for place in cut.touched}
         self.calls: dict[int, Call] = {call.id: call for call in self.traced.calls}
         self.metas = self.traced.metas()
@@ -164,7 +163,7 @@ class _Walk:
         # from the last value to the first: where a region grows backwards, earlier edges join it
         done: set[str] = set()
         while pending := [v for v in self.edges if v not in done and v not in self.weights]:
-            value = max(pending, key=self._position)
+            value = max(pending, key=lambda name: self.order.get(name, -1))
             done.add(value)
             self._enter(value, self.edges[value])
         self._agree_over_calls()
@@ -189,14 +188,12 @@ class _Walk:
         else:
             self._join(op, states)
             self.states[op.name] = State.S if self._is_cut(op.name) else State.V
-            if any(count(dim, self.gathered) for dim in self._cut_dims(op.name)):
+            dims = self.factored.single(op.name) if (op.name, 0) in self.live else []
+            if any(count(dim, self.gathered) for dim in dims):
                 self._gather(op)
 
     def _is_cut(self, value: str) -> bool:
         return any((value, number) in self.live for number in range(max(1, len(self.factored.tensors(value)))))
-
-    def _cut_dims(self, value: str) -> list[Factor]:
-        return self.factored.single(value) if (value, 0) in self.live else []
 
     def _contracts(self, op: Op) -> list[str]:
         """Return the kinds of the cut contractions of an op."""
@@ -327,9 +324,6 @@ class _Walk:
         for name in sources:
             self._edge(made, name)
         return True
-
-    def _position(self, value: str) -> int:
-        return self.order.get(value, -1)
 
     def _entry(self, value: str, op: Op, names: set[str]) -> dict[tuple[int, str], None] | None:
         """Return the outermost call around ``op`` that takes the value and uses it nowhere but in regions."""
