@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["leaf", "product", "concatenation"]
+#: Over how many ranks leaves are cut: one number for all, or a number by leaf.
+Ways = int | Mapping["Factor", int]
 
 
 @dataclass(frozen=True)
@@ -104,20 +106,32 @@ def count(factor: Factor, cut: frozenset[Factor]) -> int:
     return sum(counts) if factor.kind == "product" else max(counts, default=0)
 
 
+def ways_of(leaf: Factor, cut: frozenset[Factor], degree: Ways) -> int:
+    """Return over how many ranks a leaf is cut: 1 where it is not."""
+    if leaf not in cut:
+        return 1
+    return degree if isinstance(degree, int) else degree[leaf]
+
+
 def whole_cut(factor: Factor, cut: frozenset[Factor]) -> bool:
-    """Whether every part of the dim is cut, so that its sum over ranks counts nothing twice."""
+    """Whether every part of the dim is cut."""
+    return least_ways(factor, cut, 2) > 1
+
+
+def least_ways(factor: Factor, cut: frozenset[Factor], degree: Ways) -> int:
+    """Return over how many ranks the part that is cut least is cut: a sum over fewer than all counts parts twice."""
     factor = find(factor)
     if factor.kind == "leaf":
-        return factor in cut
-    check = any if factor.kind == "product" else all
-    return check(whole_cut(child, cut) for child in factor.children)
+        return ways_of(factor, cut, degree)
+    found = [least_ways(child, cut, degree) for child in factor.children]
+    return math.prod(found) if factor.kind == "product" else min(found)
 
 
-def local_size(factor: Factor, cut: frozenset[Factor], degree: int) -> int:
+def local_size(factor: Factor, cut: frozenset[Factor], degree: Ways) -> int:
     """Return the extent one rank holds when the leaves in ``cut`` are cut over ``degree`` ranks."""
     factor = find(factor)
     if factor.kind == "leaf":
-        return factor.size // degree if factor in cut else factor.size
+        return factor.size // ways_of(factor, cut, degree)
     sizes = [local_size(child, cut, degree) for child in factor.children]
     return math.prod(sizes) if factor.kind == "product" else sum(sizes)
 
@@ -131,18 +145,18 @@ def narrowed(factor: Factor, sizes: Mapping[Factor, int]) -> int:
     return math.prod(inner) if factor.kind == "product" else sum(inner)
 
 
-def cut_parts(factor: Factor, cut: frozenset[Factor], degree: int) -> list[tuple[int, int, bool]] | None:
-    """Return the dim as pieces ``(offset, length, is cut)``, each cut piece being cut evenly over the ranks.
+def cut_parts(factor: Factor, cut: frozenset[Factor], degree: Ways) -> list[tuple[int, int, int]] | None:
+    """Return the dim as pieces ``(offset, length, ways)``, each cut evenly over ``ways`` ranks; 0 for a whole piece.
 
     A product cut below its major factor repeats: one piece for each index of the factors above. None where the cut
     pieces are not contiguous runs.
     """
     factor = find(factor)
     if count(factor, cut) == 0:
-        return [(0, factor.size, False)]
+        return [(0, factor.size, 0)]
     if factor.kind == "leaf":
-        return [(0, factor.size, True)]
-    pieces: list[tuple[int, int, bool]] = []
+        return [(0, factor.size, ways_of(factor, cut, degree))]
+    pieces: list[tuple[int, int, int]] = []
     if factor.kind == "concatenation":
         offset = 0
         for child in factor.children:
@@ -154,12 +168,18 @@ def cut_parts(factor: Factor, cut: frozenset[Factor], degree: int) -> list[tuple
         return pieces
     factors = flat(factor)
     major = next(i for i, f in enumerate(factors) if count(f, cut))
-    below = math.prod(f.size for f in factors[major + 1 :])
     inner = cut_parts(factors[major], cut, degree)
-    if inner is None or count(factors[major], cut) != count(factor, cut):
+    end = major + 1
+    # a factor that is cut down to one index hands its ranks on to the next one
+    while inner and inner[0][1] == inner[0][2] and end < len(factors) and find(factors[end]) in cut:
+        inner = [(0, inner[0][1] * factors[end].size, inner[0][2] * ways_of(find(factors[end]), cut, degree))]
+        end += 1
+    if inner is None or any(count(f, cut) for f in factors[end:]):
         return None
-    stride = factors[major].size * below
-    for index in range(math.prod(f.size for f in factors[:major])):
+    above = math.prod(f.size for f in factors[:major])
+    below = math.prod(f.size for f in factors[end:])
+    stride = math.prod(f.size for f in factors[major:])
+    for index in range(above):
         pieces += [(index * stride + o * below, n * below, c) for o, n, c in inner]
     return pieces
 

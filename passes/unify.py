@@ -186,7 +186,12 @@ def _fresh(factor: Factor, size: int, reason: Block) -> Factor:
 
 def reshape(dims: Sequence[Factor], shape: Sequence[int], reason: Block) -> list[Factor]:
     """Return the dims of a tensor viewed as ``shape``; a group of dims that does not factor is blocked, alone."""
-    out: list[Factor] = []
+    if 0 in shape:  # nothing in it: any dim of 0 would pair with all the others
+        out = [Factor(size) for size in shape]
+        for dim in (*dims, *out):
+            block(dim, reason)
+        return out
+    out = []
     for source, target in _groups([d.size for d in dims], list(shape)):
         ins, sizes = [dims[i] for i in source], [shape[i] for i in target]
         made = _regroup(ins, sizes, reason)

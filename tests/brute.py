@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,19 +33,34 @@ class Call(nn.Module):
         return self.function(*args, *self.weights)
 
 
-def check(model: nn.Module, inputs: tuple[Any, ...], degree: int = 2) -> int:
-    """Check every op of ``model``'s forward for every factor that is free to be cut; return the number of checks."""
+@dataclass(frozen=True)
+class Ran:
+    """A traced forward and the value of everything in it, in float64."""
+
+    traced: Traced
+    values: dict[str, Any]
+
+
+def run(model: nn.Module, inputs: tuple[Any, ...]) -> Ran:
+    """Trace ``model``'s forward and compute it."""
     traced = Trace(given=inputs).run(model)
-    factored = Factorise().run(traced)
     values = _sources(model, traced, inputs)
-    checks = 0
     for op in traced.ops:
         values[op.name] = _run(op, values)
+    return Ran(traced, values)
+
+
+def check(ran: Ran, degree: int = 2) -> int:
+    """Check every op for every factor that is free to be cut; return the number of checks."""
+    factored = Factorise().run(ran.traced)
+    checks = 0
     for leaf in _free(factored, degree):
         cut = frozenset([leaf])
-        for op in traced.ops:
+        if _twice(factored, cut):
+            continue  # no plan cuts such a factor
+        for op in ran.traced.ops:
             if op.target != "getitem" and _touches(factored, op, cut):
-                _check_op(factored, op, cut, values, degree)
+                _check_op(factored, op, cut, ran.values, degree)
                 checks += 1
     return checks
 
@@ -67,17 +83,30 @@ def _free(factored: Factored, degree: int) -> list[Factor]:
     return list(found)
 
 
+def _twice(factored: Factored, cut: frozenset[Factor]) -> bool:
+    """Whether one tensor would be cut along two dims, or an op sum over what its result keeps."""
+    tensors = [dims for value in factored.dims for dims in factored.tensors(value)]
+    summed = [c.op for c in factored.contractions if count(c.factor, cut)]
+    kept = [op for op in summed if any(count(d, cut) for dims in factored.tensors(op) for d in dims)]
+    return bool(kept) or any(sum(count(dim, cut) for dim in dims) > 1 for dims in tensors)
+
+
 def _sources(model: nn.Module, traced: Traced, inputs: tuple[Any, ...]) -> dict[str, Any]:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     flat = iter([x for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor)])
     values: dict[str, Any] = {}
     for source in traced.sources:
         if source.kind in ("parameter", "buffer"):
-            values[source.name] = named[source.fqn].detach().double()
+            values[source.name] = _double(named[source.fqn].detach())
+        elif source.numbers is not None:
+            values[source.name] = torch.tensor(source.numbers)
         elif source.meta is not None:
-            value = next(flat)
-            values[source.name] = value.double() if value.is_floating_point() else value
+            values[source.name] = _double(next(flat))
     return values
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _argument(value: Any, values: dict[str, Any]) -> Any:
@@ -94,12 +123,20 @@ def _argument(value: Any, values: dict[str, Any]) -> Any:
 def _run(op: Op, values: dict[str, Any], sizes: dict[str, Any] | None = None) -> Any:
     if op.target == "getitem":
         return values[op.arguments["0"].name][op.arguments["1"]]
-    packet = getattr(torch.ops.aten, op.target.removeprefix("aten."))
     arguments = {name: _argument(value, values) for name, value in {**op.arguments, **(sizes or {})}.items()}
+    if op.target == "aten._grouped_mm":  # there is none in float64
+        return _grouped(*list(arguments.values())[:3])
+    packet = getattr(torch.ops.aten, op.target.removeprefix("aten."))
+    arguments |= {name: arguments[name].clone() for name in op.mutates}
     schema = getattr(packet, op.overload)._schema
     positional = [arguments[a.name] for a in schema.arguments if not a.kwarg_only]
     keywords = {a.name: arguments[a.name] for a in schema.arguments if a.kwarg_only}
     return getattr(packet, op.overload)(*positional, **keywords)
+
+
+def _grouped(tokens: Tensor, experts: Tensor, offsets: Tensor) -> Tensor:
+    runs = zip([0, *offsets.tolist()], offsets.tolist(), strict=False)
+    return torch.cat([tokens[start:end] @ expert for (start, end), expert in zip(runs, experts, strict=True)])
 
 
 def _touches(factored: Factored, op: Op, cut: frozenset[Factor]) -> bool:
@@ -162,40 +199,33 @@ def _run_local(
         return local[op.arguments["weight"].name][index.clamp(0, rows - 1)] * inside[..., None]
     if summed and rank and isinstance(op.arguments.get("bias"), Ref):
         local = {**local, op.arguments["bias"].name: torch.zeros_like(local[op.arguments["bias"].name])}
-    if summed and rank and name in ("addmm", "baddbmm"):
+    if summed and rank and name in ("addmm", "baddbmm", "addmv"):
         local = {**local, op.arguments["self"].name: torch.zeros_like(local[op.arguments["self"].name])}
     if name in ("flatten", "unflatten", "view_as", "reshape_as"):
         return local[op.arguments["self"].name].reshape(shape)
-    if name in ("split", "split_with_sizes", "chunk"):
+    if name in ("split", "split_with_sizes", "chunk", "tensor_split"):
         dim = int(op.arguments.get("dim") or 0)
         pieces = [math.prod([_local(d, cut, degree)]) for d in (t[dim] for t in factored.tensors(op.name))]
         return torch.split(local[op.arguments["self"].name], pieces, dim)
     sizes: dict[str, Any] = {}
     if name in _SIZED:
         sizes[_SIZED[name]] = tuple(shape)
-    if name == "slice" and count(factored.single(op.arguments["self"].name)[int(op.arguments["dim"] or 0)], cut):
-        sizes = _slice_bounds(factored, op, cut, rank, degree)
-    if name == "narrow":
-        bounds = {**op.arguments, "end": op.arguments["start"] + op.arguments["length"], "step": 1}
-        sizes = _slice_bounds(factored, Op(**{**vars(op), "arguments": bounds}), cut, rank, degree)
-        sizes = {"start": sizes["start"], "length": sizes["end"] - sizes["start"]}
+    for literal in factored.literals:
+        if literal.op == op.name and literal.argument in op.arguments:
+            # an offset or a count: what lies before it, or what it counts, as a rank has it
+            number = _local(literal.extent, cut, degree)
+            if literal.argument != "indices":
+                sizes[literal.argument] = number
+            else:
+                vector = next(ref.name for ref in op.arguments["indices"] if isinstance(ref, Ref))
+                local[vector] = local[vector].index_fill(0, torch.tensor([literal.item]), number)
     if name == "repeat":
         source = local[op.arguments["self"].name]
         old = [1] * (len(shape) - source.dim()) + list(source.shape)
         sizes["repeats"] = tuple(new // size for new, size in zip(shape, old, strict=True))
-    if name == "repeat_interleave":
+    if "output_size" in op.arguments and name == "repeat_interleave":
         sizes["output_size"] = None
     return _run(op, local, sizes)
-
-
-def _slice_bounds(factored: Factored, op: Op, cut: frozenset[Factor], rank: int, degree: int) -> dict[str, Any]:
-    dim = int(op.arguments["dim"] or 0)
-    extent = factored.single(op.arguments["self"].name)[dim]
-    numbers = slice_of(torch.arange(extent.size), [extent], cut, rank, degree)
-    start, end, _ = slice(op.arguments["start"], op.arguments["end"]).indices(extent.size)
-    if op.arguments.get("step") not in (None, 1):
-        return {}
-    return {"start": int((numbers < start).sum()), "end": int((numbers < end).sum())}
 
 
 def slice_shape(factored: Factored, op: Op, cut: frozenset[Factor], degree: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard.ir import Meta, Op
+from autoshard.ir import Meta, Op, Ref, references
+from autoshard.passes.rules.shape import unsupported
 from autoshard.passes.rules.walk import Result, Rule, Walk
 
 
@@ -20,7 +21,10 @@ def indexed(op: Op, walk: Walk) -> Result:
 
 
 _CONSTANT = "zeros ones full empty new_ones new_zeros new_full new_empty rand randn randint scalar_tensor".split()
-_INDEXED = "arange eye linspace logspace tril_indices triu_indices one_hot tril triu tril_ triu_".split()
+_INDEXED = """
+arange eye linspace logspace tril_indices triu_indices hann_window hamming_window blackman_window kaiser_window
+fft_fftfreq fft_rfftfreq randperm
+""".split()
 
 
 def triangle(op: Op, walk: Walk) -> Result:
@@ -38,9 +42,24 @@ def one_hot(op: Op, walk: Walk) -> Result:
     return [*walk.dims(op.arguments["self"]), classes]
 
 
+def counted(op: Op, walk: Walk) -> Result:
+    """Counts of elements by value: all of them are needed."""
+    return unsupported(op, walk, "it counts elements by value")
+
+
+def mesh(op: Op, walk: Walk) -> Result:
+    """One tensor for each operand, all of the shape that the operands span."""
+    spans = [dim for name in references(op.arguments) for dim in walk.dims(Ref(name))]
+    if op.arguments.get("indexing") == "xy":
+        spans[:2] = spans[1::-1]
+    return [list(spans) for _ in spans]
+
+
 RULES: dict[str, Rule] = {
     **{f"aten.{name}": constant for name in _CONSTANT},
     **{f"aten.{name}": indexed for name in _INDEXED},
     **dict.fromkeys(["aten.tril", "aten.triu", "aten.tril_", "aten.triu_"], triangle),
     "aten.one_hot": one_hot,
+    **dict.fromkeys(["aten.histc", "aten.bincount"], counted),
+    "aten.meshgrid": mesh,
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoshard.ir import Meta, Op, Ref, references
+from autoshard.ir import Op
 from autoshard.passes.factors import Factor
 from autoshard.passes.rules.pointwise import pointwise
+from autoshard.passes.rules.shape import unsupported
 from autoshard.passes.rules.walk import Dims, Result, Rule, Walk, dim_of, dims_of
+from autoshard.passes.unify import take
 
 
 def _reduced(op: Op, walk: Walk, each: Callable[[Factor], None]) -> Dims:
@@ -64,12 +66,20 @@ def along(why: str) -> Rule:
     return rule
 
 
-def loss(op: Op, walk: Walk) -> Result:
-    """A loss compares along its class dim and averages over the rest: every extent is needed whole."""
-    for name in references(op.arguments):
-        for dim in walk.dims(Ref(name)):
-            walk.block(dim, "a loss needs it whole")
-    return walk.fresh(op.result if isinstance(op.result, Meta) else None)
+def glu(op: Op, walk: Walk) -> Result:
+    """One half of a dim gates the other: the halves are the same."""
+    dims = walk.dims(op.arguments["self"])
+    dim = dim_of(op, "dim", len(dims), -1)
+    half = dims[dim].size // 2
+    first, second = (take(dims[dim], i * half, (i + 1) * half, walk.reason("a slice")) for i in (0, 1))
+    walk.unify(first, second)
+    dims[dim] = first
+    return dims
+
+
+def everything(why: str) -> Rule:
+    """Return the rule of an op that needs every extent whole."""
+    return lambda op, walk: unsupported(op, walk, why)
 
 
 _LOSSES = """
@@ -83,18 +93,32 @@ _WHOLE = {
     **dict.fromkeys(["argmax", "argmin"], "an argmax needs it whole"),
     **dict.fromkeys(["var", "std", "var_mean", "std_mean"], "a variance needs it whole"),
     **dict.fromkeys(["norm", "linalg_vector_norm"], "a norm needs it whole"),
-    **dict.fromkeys(["logsumexp", "any", "all", "prod", "median"], "a reduction needs it whole"),
+    **dict.fromkeys("logsumexp any all prod median nanmedian mode kthvalue".split(), "a reduction needs it whole"),
+    **dict.fromkeys("nansum nanmean count_nonzero frobenius_norm".split(), "a reduction needs it whole"),
 }
 _ALONG = {
     **dict.fromkeys(["softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"], "softmax needs it whole"),
     **dict.fromkeys(["cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "diff"], "a scan runs along it"),
-    **dict.fromkeys(["sort", "argsort", "topk", "kthvalue"], "sorting needs it whole"),
-    "glu": "glu halves it",
+    **dict.fromkeys(["sort", "argsort", "topk"], "sorting needs it whole"),
+    **dict.fromkeys(["cross", "linalg_cross"], "a vector product mixes it"),
 }
+_EVERYTHING = {
+    **dict.fromkeys(["masked_scatter", "masked_scatter_"], "a mask counts the elements it fills"),
+    **dict.fromkeys(["masked_select", "nonzero", "argwhere", "unique", "_unique2", "unique_consecutive"],
+                    "its shape depends on values"),
+    **dict.fromkeys(["item", "_local_scalar_dense", "_is_all_true", "is_nonzero", "equal"], "the code reads its value"),
+    **dict.fromkeys(["stft", "istft"], "a Fourier transform runs along it"),
+    **dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], "a recurrent layer is one op"),
+    **dict.fromkeys("linalg_inv linalg_solve linalg_det linalg_cholesky linalg_qr linalg_svd linalg_eigh "
+                    "matrix_exp linalg_matrix_norm linalg_norm".split(), "linear algebra needs it whole"),
+}  # fmt: skip
 
 RULES: dict[str, Rule] = {
     "aten.sum": sum_,
-    **{f"aten.{name}": loss for name in _LOSSES},
+    "aten.glu": glu,
+    # a loss compares along its class dim and averages over the rest
+    **dict.fromkeys([f"aten.{name}" for name in _LOSSES], everything("a loss needs it whole")),
+    **{f"aten.{name}": everything(why) for name, why in _EVERYTHING.items()},
     **{f"aten.{name}": whole(why) for name, why in _WHOLE.items()},
     **{f"aten.{name}": along(why) for name, why in _ALONG.items()},
 }

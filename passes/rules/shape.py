@@ -1,23 +1,19 @@
-"""Ops that move, split and join dims without touching values."""
+"""Ops that regroup, move and repeat dims without touching values."""
 
 from __future__ import annotations
 
-from autoshard.ir import Meta, Op, Ref, references
-from autoshard.passes.factors import Factor, concatenation, product
-from autoshard.passes.rules.walk import Dims, Result, Rule, Walk, dim_of, shape_of
-from autoshard.passes.unify import reshape, take
+from autoshard.ir import Op, Ref, references
+from autoshard.passes.factors import Factor, product
+from autoshard.passes.rules.walk import Result, Rule, Walk, dim_of, shape_of
+from autoshard.passes.unify import reshape
 
 
 def view(op: Op, walk: Walk) -> Result:
     """Regroup factors major to minor."""
     if op.overload == "dtype":
-        return _same_sizes(op, walk)
+        dims = walk.dims(op.arguments["self"])
+        return dims[:-1] + walk.around(dims[-1:], shape_of(op)[-1:], "its elements are read as others")
     return reshape(walk.dims(op.arguments["self"]), shape_of(op), walk.reason("a view across factors"))
-
-
-def _same_sizes(op: Op, walk: Walk) -> Result:
-    dims = walk.dims(op.arguments["self"])
-    return [d if d.size == s else Factor(s) for d, s in zip(dims, shape_of(op), strict=True)]
 
 
 def permute(op: Op, walk: Walk) -> Result:
@@ -27,8 +23,10 @@ def permute(op: Op, walk: Walk) -> Result:
 
 
 def transpose(op: Op, walk: Walk) -> Result:
-    """Swap two dims; without arguments, the last two."""
+    """Swap two dims; without arguments, the last two, or all of them end for end."""
     dims = walk.dims(op.arguments["self"])
+    if op.target == "aten.numpy_T":
+        return dims[::-1]
     names = [n for n in op.arguments if n != "self"]
     if len(dims) < 2:
         return dims
@@ -81,119 +79,31 @@ def repeat(op: Op, walk: Walk) -> Result:
 
 
 def repeat_interleave(op: Op, walk: Walk) -> Result:
-    """Repeat each element: dim x copies."""
+    """Repeat each element: dim x copies; with a number for each element, the dim is needed whole."""
     dims, repeats, dim = walk.dims(op.arguments["self"]), op.arguments.get("repeats"), op.arguments.get("dim")
-    if not isinstance(repeats, int) or dim is None:
+    if not dims:
         return unsupported(op, walk)
-    dims[dim % len(dims)] = product([dims[dim % len(dims)], Factor(repeats)])
-    return dims
-
-
-def unsupported(op: Op, walk: Walk) -> Result:
-    """Block everything the op touches."""
-    why = f"no rule for {op.target} called like this"
-    for name in references(op.arguments):
-        for dim in walk.dims(Ref(name)):
-            walk.block(dim, why)
-    if isinstance(op.result, tuple):
-        return [_blocked(m, walk, why) for m in op.result]
-    return _blocked(op.result, walk, why)
-
-
-def _blocked(meta: Meta | None, walk: Walk, why: str) -> Dims:
-    dims = walk.fresh(meta)
-    for dim in dims:
-        walk.block(dim, why)
-    return dims
-
-
-def slice_(op: Op, walk: Walk) -> Result:
-    """A range of one dim: refines it into parts. A stride leaves the coarse index."""
-    dims, shape = walk.dims(op.arguments["self"]), shape_of(op)
-    dim = dim_of(op, "dim", len(dims))
-    size, step = dims[dim].size, int(op.arguments.get("step") or 1)
-    start, end, _ = slice(op.arguments.get("start"), op.arguments.get("end"), 1).indices(size)
-    if step == 1:
-        dims[dim] = take(dims[dim], start, end, walk.reason("a slice"))
-    elif size % step == 0 and start < step and end == size:
-        major, minor = Factor(size // step), Factor(step)
-        walk.unify(dims[dim], product([major, minor]))
-        walk.block(minor, "a strided slice picks among it")
-        dims[dim] = major
+    if dim is None:
+        dims, dim = [product(dims)], 0
+    dim = int(dim) % len(dims)
+    if isinstance(repeats, int):
+        copies = Factor(repeats)
+        walk.literal("repeats", copies)
+        dims[dim] = product([dims[dim], copies])
     else:
-        walk.block(dims[dim], "a strided slice")
-        dims[dim] = Factor(shape[dim])
-        walk.block(dims[dim], "a strided slice")
+        walk.blocked(walk.dims(repeats), "each element has a number of copies")
+        dims[dim] = walk.around([dims[dim]], [shape_of(op)[dim]], "each element has a number of copies")[0]
     return dims
 
 
-def narrow(op: Op, walk: Walk) -> Result:
-    """``length`` elements of one dim."""
-    dims = walk.dims(op.arguments["self"])
-    dim = dim_of(op, "dim", len(dims))
-    start = int(op.arguments["start"]) % dims[dim].size
-    dims[dim] = take(dims[dim], start, start + int(op.arguments["length"]), walk.reason("a slice"))
-    return dims
-
-
-def select(op: Op, walk: Walk) -> Result:
-    """One index of a dim, which drops out."""
-    dims = walk.dims(op.arguments["self"])
-    dim = dim_of(op, "dim", len(dims))
-    walk.block(dims[dim], "an index picks one of it")
-    return dims[:dim] + dims[dim + 1 :]
-
-
-def unbind(op: Op, walk: Walk) -> Result:
-    """Every index of a dim, one tensor each."""
-    dims = walk.dims(op.arguments["self"])
-    dim = dim_of(op, "dim", len(dims))
-    walk.block(dims[dim], "unbind takes it apart")
-    count = len(op.result) if isinstance(op.result, tuple) else 0
-    return [dims[:dim] + dims[dim + 1 :] for _ in range(count)]
-
-
-def split(op: Op, walk: Walk) -> Result:
-    """Consecutive pieces of one dim: refines it into parts."""
-    dims = walk.dims(op.arguments["self"])
-    dim = dim_of(op, "dim", len(dims))
-    pieces: list[Dims | None] = []
-    offset = 0
-    for meta in op.result if isinstance(op.result, tuple) else ():
-        piece = list(dims)
-        length = meta.shape[dim] if meta else 0
-        piece[dim] = take(dims[dim], offset, offset + length, walk.reason("a split"))
-        offset += length
-        pieces.append(piece)
-    return pieces
-
-
-def cat(op: Op, walk: Walk) -> Result:
-    """Join tensors along one dim: its factor is the concatenation of theirs."""
-    operands = [walk.dims(Ref(name)) for name in references(op.arguments["tensors"])]
-    # torch skips legacy empty vectors whatever the rank of the others
-    operands = [d for d in operands if not (len(d) == 1 and d[0].size == 0)] or operands[:1]
-    dim = dim_of(op, "dim", len(operands[0]))
-    out = list(operands[0])
-    for dims in operands[1:]:
-        for i, extent in enumerate(dims):
-            if i != dim:
-                walk.unify(out[i], extent)
-    out[dim] = concatenation([dims[dim] for dims in operands])
-    return out
-
-
-def stack(op: Op, walk: Walk) -> Result:
-    """Join tensors along a new dim, which numbers them."""
-    operands = [walk.dims(Ref(name)) for name in references(op.arguments["tensors"])]
-    out = list(operands[0])
-    for dims in operands[1:]:
-        for a, b in zip(out, dims, strict=True):
-            walk.unify(a, b)
-    number = Factor(len(operands))
-    walk.block(number, "stack numbers its parts")
-    out.insert(dim_of(op, "dim", len(out) + 1), number)
-    return out
+def unsupported(op: Op, walk: Walk, why: str = "") -> Result:
+    """Block everything the op touches."""
+    why = why or f"no rule for {op.target} called like this"
+    for name in references(op.arguments):
+        walk.blocked(walk.dims(Ref(name)), why)
+    if isinstance(op.result, tuple):
+        return [walk.blocked(walk.fresh(meta), why) for meta in op.result]
+    return walk.blocked(walk.fresh(op.result), why)
 
 
 def blocking(why: str, name: str = "dims") -> Rule:
@@ -210,51 +120,16 @@ def blocking(why: str, name: str = "dims") -> Rule:
     return rule
 
 
-def pad(op: Op, walk: Walk) -> Result:
-    """Padded dims are new and blocked, the others pass."""
-    dims, shape = walk.dims(op.arguments["self"]), shape_of(op)
-    amounts = op.arguments["pad"]
-    for i in range(len(amounts) // 2):
-        if amounts[2 * i] or amounts[2 * i + 1]:
-            walk.block(dims[-1 - i], "padding")
-            dims[-1 - i] = Factor(shape[-1 - i])
-            walk.block(dims[-1 - i], "padding")
-    return dims
-
-
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        [
-            "aten.view",
-            "aten.reshape",
-            "aten._unsafe_view",
-            "aten.flatten",
-            "aten.unflatten",
-            "aten.view_as",
-            "aten.reshape_as",
-        ],
-        view,
-    ),
+    **{f"aten.{n}": view for n in "view reshape _unsafe_view flatten unflatten view_as reshape_as".split()},
     "aten.permute": permute,
-    **dict.fromkeys(
-        ["aten.transpose", "aten.transpose_", "aten.swapaxes", "aten.swapdims", "aten.t", "aten.mT", "aten.numpy_T"],
-        transpose,
-    ),
-    **dict.fromkeys(["aten.movedim", "aten.moveaxis"], movedim),
-    "aten.unsqueeze": unsqueeze,
-    "aten.unsqueeze_": unsqueeze,
-    "aten.squeeze": squeeze,
-    **dict.fromkeys(["aten.expand", "aten.broadcast_to"], expand),
-    **dict.fromkeys(["aten.repeat", "aten.tile"], repeat),
+    **{f"aten.{n}": transpose for n in "transpose transpose_ swapaxes swapdims t mT adjoint numpy_T".split()},
+    **{f"aten.{n}": movedim for n in "movedim moveaxis".split()},
+    **{f"aten.{n}": unsqueeze for n in "unsqueeze unsqueeze_".split()},
+    **{f"aten.{n}": squeeze for n in "squeeze squeeze_".split()},
+    **{f"aten.{n}": expand for n in "expand broadcast_to".split()},
+    **{f"aten.{n}": repeat for n in "repeat tile".split()},
     "aten.repeat_interleave": repeat_interleave,
-    "aten.slice": slice_,
-    "aten.narrow": narrow,
-    "aten.select": select,
-    "aten.unbind": unbind,
-    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split"], split),
-    **dict.fromkeys(["aten.cat", "aten.concat", "aten.concatenate"], cat),
-    "aten.stack": stack,
     "aten.roll": blocking("roll moves elements along it"),
     "aten.flip": blocking("flip reverses it"),
-    **dict.fromkeys(["aten.pad", "aten.constant_pad_nd"], pad),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Meta, Op, Ref
@@ -29,16 +29,36 @@ class Contraction:
     kind: str
 
 
-class Walk:
-    """The state of one forward walk over a graph."""
+@dataclass(frozen=True)
+class Literal:
+    """A number among an op's arguments that must be a rank's share where ``extent`` is cut.
 
-    def __init__(self) -> None:
+    Attributes:
+        op: the op's name.
+        argument: the name of the argument.
+        extent: what the number counts: the groups of a convolution, what lies before a slice's end.
+        along: the dim that it is an offset in, as negative and open ends count from there; None for a plain count.
+        item: its place, where the argument is a constant vector.
+    """
+
+    op: str
+    argument: str
+    extent: Factor
+    along: Factor | None = None
+    item: int = 0
+
+
+class Walk:
+    """The state of one forward walk over a graph; ``numbers`` are constant vectors of integers, by value."""
+
+    def __init__(self, numbers: Mapping[str, tuple[int, ...]]) -> None:
         self.values: dict[str, Dims | Sequence[Dims | None] | None] = {}
         self.metas: dict[str, Meta | None] = {}
         self.contractions: list[Contraction] = []
+        self.literals: list[Literal] = []
+        self.numbers = numbers
         self.unknown: list[tuple[str, str]] = []
         self.weights: set[str] = set()
-        self.views: set[str] = set()
         self.op: Op | None = None
 
     def dims(self, value: object) -> Dims:
@@ -70,10 +90,26 @@ class Walk:
         """Return new leaves for a shape."""
         return [Factor(size) for size in meta.shape] if meta else []
 
+    def blocked(self, dims: Sequence[Factor], why: str) -> Dims:
+        """Return ``dims``, none of which may be cut."""
+        for dim in dims:
+            self.block(dim, why)
+        return list(dims)
+
+    def around(self, dims: Sequence[Factor], shape: Sequence[int], why: str) -> Dims:
+        """Return the dims of a result whose elements each read many along ``dims``: kept or new, all blocked."""
+        self.blocked(dims, why)
+        return self.blocked([d if d.size == n else Factor(n) for d, n in zip(dims, shape, strict=True)], why)
+
     def contract(self, factor: Factor, kind: str) -> None:
         """Record that the op at hand sums over ``factor``."""
         if factor.size > 1 and self.op is not None:
             self.contractions.append(Contraction(self.op.name, factor, kind))
+
+    def literal(self, argument: str, extent: Factor, along: Factor | None = None, item: int = 0) -> None:
+        """Record that an argument of the op at hand counts ``extent``, so that the code's number must follow a cut."""
+        if self.op is not None and extent.size > 1:
+            self.literals.append(Literal(self.op.name, argument, extent, along, item))
 
     def broadcast(self, shape: Sequence[int], operands: Sequence[Dims]) -> Dims:
         """Unify right-aligned dims; a dim of 1 that is broadcast is not unified."""
