@@ -17,16 +17,20 @@ class CallRecorder:
     """Records, while export runs, which module call each node belongs to and which nodes enter and leave it."""
 
     def __init__(self, twin: nn.Module, after: Callable[[str, Any], Any] | None) -> None:
-        self.names = {module: fqn for fqn, module in reversed(list(twin.named_modules(remove_duplicate=False)))}
+        # torch hands some modules to their hooks in a wrapper, which has the module's own __dict__
+        named = list(twin.named_modules(remove_duplicate=False))
+        self.names = {id(vars(module)): fqn for fqn, module in reversed(named)}
+        self.modules = list(twin.modules())
         self.after = after
         self.recorder = GraphRecorder()
         self.entered: list[tuple[int, nn.Module]] = []
+        self.symbolic: set[int] = set()
         self.calls: list[dict[str, Any]] = []
 
     def attach(self) -> list[RemovableHandle]:
         """Hook every module of the twin; whoever exports removes the handles."""
         handles: list[RemovableHandle] = []
-        for module in self.names:
+        for module in self.modules:
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         return handles
@@ -35,23 +39,40 @@ class CallRecorder:
         self.recorder.stamp(self.entered[-1][0] if self.entered else -1)
         call = {
             "id": len(self.calls),
-            "fqn": self.names[module],
+            "fqn": self.names[id(vars(module))],
             "parent": self.entered[-1][0] if self.entered else None,
             "inputs": self._nodes(bound_arguments(module, args, kwargs)),
             "outputs": {},
             "kind": type(module).__name__,
         }
         self.calls.append(call)
+        if any(type(size) is not int for _, t in tensors((args, kwargs)) for size in t.shape):
+            self.symbolic.add(call["id"])
         self.entered.append((call["id"], module))
+
+    def open_call(self) -> str | None:
+        """Return the innermost module whose forward has not ended, of those called with tensors of known sizes.
+
+        A size that depends on values was made by the caller: it is the caller that cannot be traced.
+        """
+        known = (module for number, module in reversed(self.entered) if number not in self.symbolic)
+        return next((self.names[id(vars(module))] for module in known), None)
+
+    def caller(self, index: int) -> str | None:
+        """Return the module of call ``index``, or of the nearest one around it that was called with known sizes."""
+        number: int | None = index
+        while number is not None and number in self.symbolic:
+            number = self.calls[number]["parent"]
+        return None if number is None or number < 0 else str(self.calls[number]["fqn"])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         # an exception caught by the user's code may have left inner calls open
-        while self.entered and self.entered[-1][1] is not module:
+        while self.entered and vars(self.entered[-1][1]) is not vars(module):
             self.entered.pop()
         index, _ = self.entered.pop()
         self.recorder.stamp(index)
         self.calls[index]["outputs"] = self._nodes({"": result})
-        return self.after(self.names[module], result) if self.after else None
+        return self.after(self.names[id(vars(module))], result) if self.after else None
 
     def _nodes(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -5,23 +5,26 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
+from torch.utils._pytree import tree_leaves
 
 from autoshard._torch import GraphRecorder
 from autoshard.calls import CallRecorder
-from autoshard.errors import TraceError
 from autoshard.inputs import ExampleInputs
 from autoshard.ir import Call, Meta, Op, Output, Ref, Source, Traced
 from autoshard.ir import Tensor as Held
 from autoshard.twin import Twin
 
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_SHORT = 64
+_BY_VALUES = "its code depends on the values of tensors"
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range")
 
 
@@ -94,7 +97,8 @@ class GraphReader:
         elif spec.kind is InputKind.USER_INPUT:
             self.sources[name] = Source(name, "input", name, meta)
         else:
-            self.sources[name] = Source(name, "constant", target, meta)
+            numbers = _numbers(self.exported.constants.get(target))
+            self.sources[name] = Source(name, "constant", target, meta, numbers=numbers)
         self.metas[name] = meta
         self._note(node, self.alias.get(name, name))
 
@@ -111,9 +115,14 @@ class GraphReader:
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             self._inline(module, node, inner, prefix)
             return
+        elif str(node.target) == "autoshard.given.default":
+            self._given(node, name)
+            return
         elif any(part in str(node.target) for part in _ASSERTIONS):
             return
         op = self._op(node, name, inner, prefix)
+        if op.target == "autoshard.opaque":
+            op = replace(op, where=str(op.arguments["where"]))
         same = _no_op(op, self.metas)
         if same is not None:
             self.alias[name] = same
@@ -123,13 +132,19 @@ class GraphReader:
             self.calls_of[name] = GraphRecorder.call_of(node)
         self._note(node, self.alias.get(name, name))
 
+    def _given(self, node: fx.Node, name: str) -> None:
+        """What a module is called with by code that is not in the graph is an input of the graph."""
+        meta = _meta(node.meta.get("val"))
+        self.sources[name] = Source(name, "input", f"{node.args[1]}:{name}", meta)
+        self.metas[name] = meta
+        self._note(node, name)
+
     def _inline(self, module: fx.GraphModule, node: fx.Node, inner: dict[str, Any], prefix: str) -> None:
         name = prefix + node.name
-        graphs = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-        body = getattr(module, str(graphs[0].target), None) if graphs else None
-        if not isinstance(body, fx.GraphModule):
-            raise TraceError(f"the forward uses {node.target}, which autoshard does not follow", at=_where(node))
-        place = list(node.args).index(graphs[0])
+        found = _body(module, node)
+        assert found is not None, "first_unread finds what is not followed"
+        graph, body = found
+        place = list(node.args).index(graph)
         operands = [self._convert(a, inner, prefix) for a in node.args[place + 1 :]]
         names = [n.name for n in body.graph.nodes if n.op == "placeholder"]
         outer = self.no_grad
@@ -250,12 +265,61 @@ def containers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A node that has no place in plain data: the module call it belongs to, the user's line, and what it is."""
+
+    call: int
+    where: str
+    why: str
+    depends_on_values: bool
+
+
+def first_unread(module: fx.GraphModule) -> Unread | None:
+    """Return the first node with a size or number that depends on values, or of an operator that is not followed."""
+    for node in module.graph.nodes:
+        body = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+        found = first_unread(body) if isinstance(body, fx.GraphModule) else None
+        if found is not None:
+            return found
+        why = _unread(module, node)
+        if why:
+            return Unread(GraphRecorder.call_of(node), _where(node), why, why == _BY_VALUES)
+    return None
+
+
+def _unread(module: fx.GraphModule, node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and _body(module, node) is None:
+        return f"the forward uses {node.target}, which autoshard does not follow"
+    for value in tree_leaves(node.meta.get("val")):
+        sizes = value.shape if isinstance(value, Tensor) else (value,)
+        if any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes):
+            return _BY_VALUES
+    return ""
+
+
+def _body(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.GraphModule] | None:
+    """Return the sub-graph that an operator runs, with its node."""
+    for argument in node.args:
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            body = getattr(module, str(argument.target), None)
+            return (argument, body) if isinstance(body, fx.GraphModule) else None
+    return None
+
+
 def _no_op(op: Op, metas: Mapping[str, Meta | None]) -> str | None:
     """Return the value that ``op`` hands on unchanged: torch's ``to`` returns its input where nothing differs."""
     source = op.arguments.get("self")
     if op.target != "aten.to" or not isinstance(source, Ref) or op.arguments.get("copy") is True:
         return None
     return source.name if metas.get(source.name) == op.result else None
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    """Return a short vector of integers as such: indices written in the code."""
+    if type(value) is not Tensor or value.dtype != torch.int64:  # a fake one has none
+        return None
+    return tuple(int(n) for n in value) if value.dim() == 1 and value.numel() <= _SHORT else None
 
 
 def _meta(value: Any) -> Meta | None:
@@ -275,11 +339,11 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def user_place(stack: str) -> str:
-    """Return the last ``file:line`` of a printed stack that is not torch's own; empty where there is none."""
-    frames = [frame for frame in _FRAME.findall(stack) if not frame[0].startswith(_TORCH)]
+    """Return the last ``file:line`` of a printed stack that is not torch's or ours; empty where there is none."""
+    frames = [frame for frame in _FRAME.findall(stack) if not frame[0].startswith(_NOT_THE_USERS)]
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
 def _where(node: fx.Node) -> str:
-    """Return the last ``file:line`` of the node's stack that is not torch's own."""
+    """Return the last ``file:line`` of the node's stack that is not torch's or ours."""
     return user_place(node.meta.get("stack_trace") or "")

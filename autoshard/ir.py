@@ -48,6 +48,7 @@ class Source:
         fqn: the parameter's or buffer's first name in the model; the argument's name for an input.
         meta: its shape and dtype; None where it is not a tensor.
         trainable: whether it takes a gradient.
+        numbers: the elements of a short vector of integers that the code holds as a constant; None for all else.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Source:
     fqn: str
     meta: Meta | None
     trainable: bool = False
+    numbers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,21 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Untraced:
+    """A module whose own code could not be traced; the modules it calls may be traced all the same.
+
+    Attributes:
+        fqn: its name.
+        where: the user's ``file:line`` that stopped the trace.
+        why: the reason, one sentence.
+    """
+
+    fqn: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Traced:
     """The model as one straight graph, in execution order.
 
@@ -165,6 +182,8 @@ class Traced:
         workload_dims: what each dim of an input stands for: ``batch``, ``sequence`` or None.
         copies: the traced block by the name of each block that was written out as a copy of it.
         inputs: the example inputs it was traced with, opaque here: another trace of the model may take the same.
+        untraced: the modules whose own code is one operator, ``autoshard.opaque``, in the graph.
+        sometimes: modules that code which was not traced may call for some inputs and not for others.
     """
 
     model: str
@@ -180,6 +199,8 @@ class Traced:
     workload_dims: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     inputs: Any = field(default=None, compare=False, repr=False)
+    untraced: tuple[Untraced, ...] = ()
+    sometimes: frozenset[str] = frozenset()
 
     def metas(self) -> dict[str, Meta]:
         """Return the shape and dtype of every single-tensor value."""

@@ -29,6 +29,14 @@ def states(value: Any, path: str = "", depth: int = 4) -> Iterator[tuple[str, Te
                 yield from states(attribute, at, depth - 1)
 
 
+def answer(result: Any) -> Any:
+    """Return what a model answered as a container: an object by its attributes, a generator by what it yields."""
+    if isinstance(result, Iterator):
+        return list(result)
+    known = isinstance(result, (Tensor, Mapping, list, tuple)) or dataclasses.is_dataclass(result)
+    return vars(result) if not known and hasattr(result, "__dict__") else result
+
+
 def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         items: list[tuple[Any, Any]] = list(value.items())

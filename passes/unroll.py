@@ -52,6 +52,8 @@ def find_repeats(model: nn.Module, containers: tuple[tuple[str, ...], ...]) -> t
         if not isinstance(model.get_submodule(children[0].rpartition(".")[0]), nn.ModuleList):
             continue
         blocks = [model.get_submodule(child) for child in children]
+        if any(isinstance(block, nn.ModuleList) for block in blocks):
+            continue  # a list of lists is not called: the lists in it may repeat
         counters = _counters(blocks)
         numbers: dict[Any, int] = {}
         kinds = tuple(numbers.setdefault(_kind(block, counters), len(numbers)) for block in blocks)
@@ -177,9 +179,9 @@ class _Unroll:
             raise NotAlike("one block alone says nothing of what its followers take")
         before = blocks[pattern - 1]
         for value in _taken(block):
-            if value in self.sources and self.sources[value].kind in ("parameter", "buffer"):
+            if value in self.sources and self.sources[value].kind in ("parameter", "buffer", "input"):
                 source = self.sources[value]
-                if source.fqn.startswith(old + "."):
+                if source.fqn.startswith((old + ".", old + ":")):
                     names[value] = value + suffix
                     sources.append(replace(source, name=value + suffix, fqn=new + source.fqn.removeprefix(old)))
             elif value in before.made:

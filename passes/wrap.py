@@ -51,6 +51,8 @@ def _sound(
     traced: Traced, module: str, homes: dict[str, list[Tensor]], readers: dict[str, list[tuple[int, ...]]]
 ) -> bool:
     """Whether the module is called, and nothing outside its calls reads or names its parameters."""
+    if any(outer in traced.sometimes for outer in _outer(module)):
+        return False  # ranks of which some gather it and some do not would wait for each other
     calls = {call.id for call in traced.calls if call.fqn == module}
     own = homes.get(module, ())
     if not calls or any(not _inside(name, module) for tensor in own for name in tensor.names):

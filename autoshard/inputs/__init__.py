@@ -42,6 +42,7 @@ class ExampleInputs:
         assumptions: what was assumed, one sentence each.
         tried: what was tried, one line each; the last one passed.
         bounds: by argument path, integers are below it; what is not listed is all ones or floating point.
+        opaque: what an earlier trace with them kept out of the graph, so that the next one does too; None before.
     """
 
     args: tuple[Any, ...]
@@ -50,6 +51,7 @@ class ExampleInputs:
     assumptions: tuple[str, ...] = ()
     tried: tuple[str, ...] = ()
     bounds: Mapping[str, int] = field(default_factory=dict)
+    opaque: Any = field(default=None, compare=False, repr=False)
 
 
 def example_inputs(model: nn.Module, given: Any = None, *, batch: int = 2, sequence: int = 13) -> ExampleInputs:
