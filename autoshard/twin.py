@@ -1,6 +1,7 @@
 """A twin of a model that costs nothing: the same modules and code, its tensors fake.
 
 The user's model is never moved, cast, allocated or hooked; everything that needs to run its forward runs the twin.
+Where torch's own code cannot run on a rank's share, the twin has the code that will (``replace``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from autoshard import replace
 from autoshard.errors import AlreadyParallelized, TraceError
 
 
@@ -72,6 +74,7 @@ def make_twin(
         modules = twin.get_submodule(name)._modules
         for key in list(modules)[length:]:
             del modules[key]
+    replace.apply(twin, replace.find(twin))
     return Twin(twin, mode)
 
 
