@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,21 +13,29 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental import proxy_tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 __all__ = [
     "DTensorSpec",
+    "count_as_foreach",
+    "in_backward",
+    "is_simulated",
     "lift",
     "local_part",
     "own",
+    "plain_functions",
     "reduces_gradients",
     "run",
     "run_many",
+    "shard_dim_of",
     "spec_of",
+    "when_sharded",
     "wrap",
 ]
 
@@ -45,6 +53,44 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 def wrap(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return a DTensor whose local part is ``local``, without checks: ``from_local`` is ten times slower."""
     return DTensor(local, spec, requires_grad=False)
+
+
+def shard_dim_of(placement: Placement) -> int | None:
+    """Return the dim that a placement cuts, also one that FSDP cuts within what tp left; None for the others."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def plain_functions() -> AbstractContextManager[None]:
+    """Run functions of torch without the ``__torch_function__`` of their arguments."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def count_as_foreach(kind: type[Tensor]) -> None:
+    """Let optimizers and clipping choose foreach kernels for ``kind`` where they would for a plain tensor."""
+    for known in (optim_foreach_types, utils_foreach_types):
+        if kind not in known:
+            known.append(kind)
+
+
+def when_sharded(model: nn.Module, parameters: Mapping[int, Callable[[DTensor], DTensor]]) -> None:
+    """Change each DTensor that FSDP makes of a parameter's shard and of its gradient.
+
+    Args:
+        model: FSDP holds its units.
+        parameters: the change, by the identity of the sharded parameter.
+    """
+    for module in model.modules():
+        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+        for one in (one for group in groups for one in group.fsdp_params):
+            if id(one.sharded_param) in parameters:
+                _then(one, parameters[id(one.sharded_param)])
+
+
+def _then(fsdp_parameter: Any, change: Callable[[DTensor], DTensor]) -> None:
+    make = fsdp_parameter.to_sharded_dtensor
+    fsdp_parameter.to_sharded_dtensor = lambda tensor: change(make(tensor))
 
 
 def own(gradient: Tensor) -> Tensor:
@@ -88,6 +134,16 @@ def lift(tensor: Tensor) -> Tensor:
     if mode is None or isinstance(tensor, (LocalTensor, DTensor)):
         return tensor
     return mode.rank_map(lambda rank: tensor.detach().clone())
+
+
+def is_simulated() -> bool:
+    """Whether one process simulates all ranks."""
+    return local_tensor_mode() is not None
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def reduces_gradients(module: nn.Module) -> bool | None:

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
-from autoshard._torch import num_parameter_hooks
 from autoshard.errors import AlreadyParallelized, InvalidArgument, MeshMismatch, NotDistributed, PlanMismatch, near
 from autoshard.executor.aliases import check_aliases
+from autoshard.executor.check_tensors import check_tensor
 from autoshard.executor.collectives import Conversion
+from autoshard.executor.drawing import KINDS
 from autoshard.executor.lookup import refuse_unsupported
 from autoshard.executor.match import parameter_plans
 from autoshard.executor.share import has_forward
@@ -26,8 +26,8 @@ from autoshard.plans import AXES, ModulePlan, Plan, TensorPlan
 MARK = "_autoshard"
 
 
-def check(model: nn.Module, plan: Plan, mesh: DeviceMesh, simulation: bool = False) -> None:
-    """Refuse what cannot be applied; change nothing. A simulation may cut in parts: it writes no checkpoints.
+def check(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Refuse what cannot be applied; change nothing.
 
     Raises:
         AlreadyParallelized: the model is sharded.
@@ -38,7 +38,7 @@ def check(model: nn.Module, plan: Plan, mesh: DeviceMesh, simulation: bool = Fal
     """
     check_fresh(model)
     check_mesh(plan, mesh)
-    check_parameters(model, plan, simulation)
+    check_parameters(model, plan)
     check_buffers(model, plan)
     check_units(model, plan)
     check_aliases(model, reads_local=plan.mesh.tp > 1)
@@ -73,20 +73,20 @@ def check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
         )
 
 
-def check_parameters(model: nn.Module, plan: Plan, simulation: bool = False) -> None:
+def check_parameters(model: nn.Module, plan: Plan) -> None:
     """Refuse a model whose parameters are not the plan's, naming the first that differs."""
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor_plan in plan.parameters.items():
         if name not in named:
             raise PlanMismatch(f"the model has no parameter {name}", help=near(name, named))
-        check_tensor(name, named[name], tensor_plan, plan, simulation)
+        check_tensor(name, named[name], tensor_plan, plan)
         if tensor_plan.tied_to is not None and named.get(tensor_plan.tied_to) is not named[name]:
             raise PlanMismatch(f"the plan ties {name} to {tensor_plan.tied_to}, the model does not", at=name)
     for names in _names_by_identity(named):
         plans = [plan.parameters[name] for name in names if name in plan.parameters]
         if not plans:
             raise PlanMismatch(f"the plan does not know the parameter {names[0]}", help=near(names[0], plan.parameters))
-        if len({(p.tp_dim, p.fsdp_dim) for p in plans}) > 1:
+        if len({(p.tp_dim, p.tp_parts, p.fsdp_dim, p.slices, p.slice_dim) for p in plans}) > 1:
             raise PlanMismatch(f"the plan cuts one parameter in two ways: {', '.join(names)}", at=names[0])
 
 
@@ -97,91 +97,6 @@ def _names_by_identity(named: dict[str, nn.Parameter]) -> Iterator[list[str]]:
     yield from groups.values()
 
 
-def check_tensor(name: str, tensor: Tensor, tensor_plan: TensorPlan, plan: Plan, simulation: bool = False) -> None:
-    """Refuse one tensor that is not what the plan says, or a plan for it that cannot be followed."""
-    if is_lazy(tensor):
-        raise PlanMismatch("a parameter has no shape yet", at=name, help="run the model once before planning")
-    got = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    if got != (tensor_plan.shape, tensor_plan.dtype):
-        raise PlanMismatch(
-            f"{name} is not what the plan was made for",
-            got=f"{got[0]} {got[1]}; planned: {tensor_plan.shape} {tensor_plan.dtype}",
-            help="make the plan from this model",
-        )
-    if tensor.requires_grad and not tensor_plan.trainable:
-        raise PlanMismatch(f"{name} takes a gradient and was frozen when it was planned", at=name)
-    if num_parameter_hooks(tensor):
-        raise InvalidArgument(
-            f"{name} has {num_parameter_hooks(tensor)} gradient hooks, which would be lost",
-            at=name,
-            help="register them after the plan is applied",
-        )
-    _check_cut(name, tensor_plan, plan.mesh.tp)
-    _check_parts(name, tensor_plan, plan.mesh.tp, simulation)
-    _check_not_yet(name, tensor_plan, plan.mesh.tp)
-    _check_fsdp_dim(name, tensor_plan, plan)
-
-
-def _check_cut(name: str, tensor_plan: TensorPlan, tp: int) -> None:
-    dim = tensor_plan.tp_dim
-    if dim is None:
-        return
-    if not 0 <= dim < len(tensor_plan.shape) or tensor_plan.shape[dim] % tp:
-        raise InvalidArgument(
-            f"dim {dim} of {tensor_plan.shape} cannot be cut evenly over {tp} tensor-parallel ranks", at=name
-        )
-    if tensor_plan.grad_sum is not None or tensor_plan.read != "local":
-        raise InvalidArgument("a parameter that is cut has its own gradient and value on each rank", at=name)
-
-
-def _check_parts(name: str, tensor_plan: TensorPlan, tp: int, simulation: bool) -> None:
-    parts, dim = tensor_plan.tp_parts, tensor_plan.tp_dim
-    if parts is None:
-        return
-    if not simulation:
-        raise InvalidArgument("cutting a parameter in parts is not supported yet: checkpoints need them too", at=name)
-    ends = [0, *(offset + length for offset, length in parts)]
-    whole = dim is not None and [offset for offset, _ in parts] == ends[:-1] and ends[-1] == tensor_plan.shape[dim]
-    if not whole or any(length % tp for _, length in parts):
-        raise InvalidArgument(
-            f"the parts do not make up dim {dim} of {tensor_plan.shape} in pieces that {tp} divides",
-            at=name,
-            got=str(parts),
-        )
-
-
-def _check_not_yet(name: str, tensor_plan: TensorPlan, tp: int) -> None:
-    copies = 1 if tensor_plan.tp_dim is not None else tp
-    grad_sum = tensor_plan.grad_sum
-    if tensor_plan.tp_copies != copies:
-        raise InvalidArgument(
-            f"{tensor_plan.tp_copies} copies of a piece over {tp} ranks are not supported yet",
-            at=name,
-            got=f"{tensor_plan.tp_copies}; allowed: {copies}",
-        )
-    if grad_sum is not None and (grad_sum.parts is not None or grad_sum.ranks != tp):
-        raise InvalidArgument(
-            "summing part of a gradient, or over part of the ranks, is not supported yet", at=name, got=str(grad_sum)
-        )
-    if tensor_plan.read not in ("local", "first_rank"):
-        raise InvalidArgument(f"no way to read a parameter is called {tensor_plan.read!r}", at=name)
-    if tensor_plan.read == "first_rank" and grad_sum is not None:
-        raise InvalidArgument(
-            "a parameter that is read on the first rank has its whole gradient on every rank", at=name
-        )
-
-
-def _check_fsdp_dim(name: str, tensor_plan: TensorPlan, plan: Plan) -> None:
-    dim = tensor_plan.fsdp_dim
-    if not dim:
-        return
-    size = tensor_plan.shape[dim] // (plan.mesh.tp if dim == tensor_plan.tp_dim else 1)
-    if size % plan.mesh.dp_shard:
-        raise InvalidArgument(
-            f"fsdp cannot cut dim {dim} of {tensor_plan.shape} over {plan.mesh.dp_shard} ranks evenly", at=name
-        )
-
-
 def check_buffers(model: nn.Module, plan: Plan) -> None:
     """Refuse a model whose buffers are not the plan's."""
     named = dict(model.named_buffers(remove_duplicate=False))
@@ -189,6 +104,10 @@ def check_buffers(model: nn.Module, plan: Plan) -> None:
         if name not in named:
             raise PlanMismatch(f"the model has no buffer {name}", help=near(name, named))
         check_tensor(name, named[name], tensor_plan, plan)
+        if tensor_plan.read != "local":
+            raise InvalidArgument(
+                "a buffer is read as it is held", at=name, got=f"read={tensor_plan.read!r}", help="cut it with tp_dim"
+            )
 
 
 def check_units(model: nn.Module, plan: Plan) -> None:
@@ -246,6 +165,12 @@ def _check_boundary(module: nn.Module, module_plan: ModulePlan, fqn: str) -> Non
         Conversion.parse(text)
     for text in module_plan.outputs.values():
         Conversion.parse(text)
+    if module_plan.draws not in (None, *KINDS):
+        raise InvalidArgument(
+            f"no way to draw random numbers is called {module_plan.draws!r}",
+            at=fqn,
+            got=f"{module_plan.draws!r}; allowed: None, {', '.join(map(repr, KINDS))}",
+        )
     unknown = sorted(module_plan.share.keys() - module_plan.inputs.keys())
     if unknown:
         raise InvalidArgument(f"{fqn} shares an argument that it does not convert: {unknown[0]}", at=fqn)

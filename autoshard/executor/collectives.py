@@ -14,6 +14,8 @@ R->P       rank 0 keeps it       identity
 V->P       divide by the ranks   divide by the ranks
 =========  ====================  ====================
 
+``P->V`` and ``S(d)->V`` are made whole and enter at once: ``P->R`` or ``S(d)->R``, then ``R->V``.
+
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
 Reductions run in the dtype of the value, on a buffer of their own: autograd or the caller may hold what came in.
@@ -38,7 +40,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
 
-KINDS = ("R->V", "P->R", "S(d)->R", "R->S(d)", "R->P", "V->P")
+KINDS = ("R->V", "P->R", "P->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P")
 _SPAN = re.compile(r"^R->V\[(\d+):(\d+)\]$")
 
 
@@ -107,6 +109,8 @@ class Conversion:
             return enter(value, axis) if self.span is None else _enter_span(value, axis, *self.span)
         if self.kind == "V->P":
             return value / axis.size
+        if self.kind in ("P->V", "S(d)->V"):
+            return enter(Conversion(self.kind[:-1] + "R", self.dim)(value, axis), axis)
         if self.kind == "P->R":
             return run(_AllReduce, value, axis.group)
         if self.kind == "S(d)->R":

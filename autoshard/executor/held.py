@@ -25,6 +25,7 @@ from autoshard._torch import DTensorSpec, local_part, own, run, spec_of, wrap
 from autoshard.executor.aliases import Places
 from autoshard.executor.collectives import Axis, enter, first_rank
 from autoshard.executor.gradsum import UnitSums
+from autoshard.executor.slices import View
 
 HELD = "_autoshard_held"
 
@@ -39,6 +40,8 @@ class Held:
         on_first_rank: whether tp rank 0 reads the value and the others zeros: a bias added to a partial sum.
         sums: the unit that sums its partial gradient, or None where the gradient is whole.
         index: its place there.
+        in_parts: whether it is cut in parts: then it is read outside of compiled graphs.
+        view: the slices that the forward sees of a whole parameter; None where it sees all.
     """
 
     axis: Axis | None
@@ -46,13 +49,17 @@ class Held:
     on_first_rank: bool = False
     sums: UnitSums | None = None
     index: int = 0
+    in_parts: bool = False
+    view: View | None = None
     _known: DTensorSpec | None = None
 
     def read(self, parameter: Tensor | None) -> Tensor | None:
-        """Return what the forward sees: local shape, plain; the DTensor itself while FSDP has it sharded."""
+        """Return what the forward sees: plain, a rank's shape; the DTensor itself while FSDP has it sharded."""
         if not isinstance(parameter, DTensor):
             return parameter
         local = self._summed(parameter) if self.sums is not None else self._local(parameter)
+        if self.view is not None and local is not parameter:
+            return self.view(local)
         if not self.on_first_rank or self.axis is None or local is parameter:
             return local
         return first_rank(local, self.axis)
@@ -135,8 +142,18 @@ def _reading_class(key: Key) -> type:
     return _classes[key]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_outside(module: nn.Module, name: str) -> Tensor | None:
+    """Read a parameter that the compiler must not see: it would make a plain DTensor of one that is cut in parts."""
+    held: Held = module.__dict__[HELD][name]
+    return held.read(module._parameters[name])
+
+
 def _reader(name: str) -> property:
     def read(self: nn.Module) -> Tensor | None:
+        if torch.compiler.is_compiling() and self.__dict__[HELD][name].in_parts:
+            outside: Tensor | None = _read_outside(self, name)
+            return outside
         try:
             parameter = self._parameters[name]
         except KeyError:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.errors import InvalidArgument
-from autoshard.executor.checks import MARK
 from autoshard.executor.units import reshard
 
 
@@ -14,9 +12,6 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter whole, on every rank; every rank calls this.
 
     Tied names are all listed, with one tensor. A model that is not sharded gives its own tensors, detached.
-
-    Raises:
-        InvalidArgument: a parameter is cut in parts.
     """
     wholes = {key: _whole(parameter.detach()) for key, parameter in _by_identity(model).items()}
     return {name: wholes[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -26,9 +21,6 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Return every gradient whole, as ``full_parameters`` does; None where there is none.
 
     They are those of the last backward that was synchronised.
-
-    Raises:
-        InvalidArgument: a parameter is cut in parts.
     """
     gradients = {key: parameter.grad for key, parameter in _by_identity(model).items()}
     wholes = {key: None if gradient is None else _whole(gradient) for key, gradient in gradients.items()}
@@ -37,10 +29,6 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def _by_identity(model: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters, each once."""
-    applied = model.__dict__.get(MARK)
-    parts = [] if applied is None else [name for name, t in applied.plan.parameters.items() if t.tp_parts is not None]
-    if parts:
-        raise InvalidArgument("gathering a parameter that is cut in parts is not supported yet", at=parts[0])
     reshard(model)
     return {id(parameter): parameter for parameter in model.parameters()}
 

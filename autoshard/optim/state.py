@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoshard._torch import local_part, spec_of, wrap
 from autoshard.errors import OptimizerError
+from autoshard.executor.inparts import InParts, cut_in_parts, mark
 
 Cut = Callable[[str, Tensor, Tensor], Tensor]
 """``cut(fqn, full, parameter)`` gives ``full`` (the shape the parameter had) in the form of the new ``parameter``.
@@ -51,14 +53,17 @@ def cut_like(fqn: str, full: Tensor, parameter: Tensor) -> Tensor:
     device = full.device if parameter.is_meta else parameter.device
     if not isinstance(parameter, DTensor):
         return full.to(device)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    piece = distribute_tensor(full.detach().contiguous(), mesh, placements, src_data_rank=None)
+    if isinstance(parameter, InParts):
+        piece: DTensor = cut_in_parts(full.detach(), parameter)
+    else:
+        piece = distribute_tensor(
+            full.detach().contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     if piece.device == device:
         return piece
     # parameters kept on the host: the mesh's device is not theirs
-    return DTensor.from_local(
-        piece.to_local().to(device), mesh, placements, run_check=False, shape=piece.shape, stride=piece.stride()
-    )
+    moved = wrap(local_part(piece).to(device), spec_of(piece))
+    return mark(moved, parameter.order) if isinstance(parameter, InParts) else moved
 
 
 def elementwise_keys(states: Iterable[tuple[torch.Size, Mapping[Any, Any]]]) -> frozenset[Any] | None:
