@@ -8,7 +8,7 @@ and every size, comparison and number made from it is noted with the value it sh
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +17,35 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard._torch import GraphRecorder
+from autoshard.nested import is_plain, with_attributes
+from autoshard.rewrite.sites import Sites, Written
+from autoshard.size_arguments import size_arguments
 
 #: ``("attribute", module, name, value)``, ``("size", mark, dim, value)``, ``("number", value)`` or
 #: ``("op", function, expression, ...)``.
 Expression = tuple[Any, ...]
 
-_SIZED = {"view", "reshape", "expand", "broadcast_to", "unflatten", "split", "split_with_sizes"}
-_MADE = {"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full", "rand", "randn"}
+#: How far into the objects that modules hold integers are followed: ``config.text_config.heads``.
+_DEPTH = 2
 
 
 @dataclass(frozen=True)
 class SizeUse:
-    """A size given to a call: ``expression`` becomes extent ``dim`` of the value with ``mark``."""
+    """A size given to a call: ``expression`` becomes extent ``dim`` of the value with ``mark``.
+
+    Attributes:
+        expression: where the number comes from.
+        mark: of the value it shapes.
+        dim: of that value; the name of an argument where it is a count that the op is told: groups of a convolution.
+        value: the number, as the whole model has it.
+        written: how it is written in the code of a module; None where it cannot be written otherwise.
+    """
 
     expression: Expression
     mark: int
-    dim: int
+    dim: int | str
+    value: int
+    written: Written | None = None
 
 
 @dataclass
@@ -148,18 +161,37 @@ class Tracker:
     Attributes:
         recorder: marks the graph's nodes; the trace sets it.
         names: value by mark; the trace fills it at its end.
+        objects: whether integers in objects that modules hold (a config) are tracked, each module with its own copy.
+        sites: finds how arguments are written, once the twin is prepared.
     """
 
     noted: Noted = field(default_factory=Noted)
     recorder: GraphRecorder | None = None
     names: Mapping[int, str] = field(default_factory=dict)
+    objects: bool = True
+    sites: Sites | None = None
 
     def prepare(self, twin: nn.Module) -> None:
-        """Replace every integer attribute of every module of the twin."""
+        """Replace every integer attribute of every module of the twin, and of the plain objects that it holds."""
+        self.sites = Sites(twin)
         for fqn, module in twin.named_modules():
             for name, value in list(vars(module).items()):
-                if type(value) is int and not name.startswith("_"):
-                    module.__dict__[name] = Tracked(value, ("attribute", fqn, name, value), self.noted)
+                if not name.startswith("_"):
+                    module.__dict__[name] = self._tracked(value, fqn, name, _DEPTH if self.objects else 0)
+
+    def _tracked(self, value: Any, fqn: str, name: str, depth: int) -> Any:
+        """Return an integer that is tracked, or a copy of what holds such; everything else as it is."""
+        if type(value) is int:
+            return Tracked(value, ("attribute", fqn, name, value), self.noted)
+        if type(value) in (list, tuple) and value and all(type(item) is int for item in value):
+            return type(value)(self._tracked(item, fqn, f"{name}.{i}", depth) for i, item in enumerate(value))
+        if depth and is_plain(value):
+            inner = {k: self._tracked(v, fqn, f"{name}.{k}", depth - 1) for k, v in vars(value).items() if k[:1] != "_"}
+            try:
+                return with_attributes(value, {k: v for k, v in inner.items() if v is not vars(value)[k]})
+            except (TypeError, AttributeError, ValueError, RuntimeError):  # an object that cannot be copied
+                return value
+        return value
 
     def mode(self) -> TorchFunctionMode:
         """Return the mode to run the twin's forward in."""
@@ -176,16 +208,37 @@ class Tracker:
     def note(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note the tracked integers among a call's arguments."""
         taken = set()
-        for value, tensor, dim in _sizes(name, args, kwargs, result):
-            if isinstance(value, Tracked) and int(value) != -1:
-                assert self.recorder is not None
-                mark = self.recorder.mark(tensor)
-                if mark is not None:
-                    self.noted.sizes.append(SizeUse(value.expression, mark, dim))
-                    taken.add(id(value))
+        site = None
+        for one in size_arguments(name, args, kwargs, result):
+            # a number from the end of a dim stays, and is right, whatever is cut before it
+            if type(one.value) not in (int, Tracked) or int(one.value) < 0:
+                continue
+            assert self.recorder is not None
+            mark = self.recorder.mark(one.tensor)
+            if mark is None:
+                continue
+            site = site or (self.sites.here() if self.sites is not None else None)
+            written = site.written(len(args), one.path) if site is not None else None
+            size = one.value
+            if one.times is not None:
+                size = size * self.sized(one.times[0], one.times[0].shape)[one.times[1]]
+            self.noted.sizes.append(SizeUse(_expression(size), mark, one.dim, int(size), written))
+            taken.add(id(one.value))
+        if name == "chunk":
+            self._note_chunks(args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0), result)
         for leaf in _leaves((args, kwargs)):
             if isinstance(leaf, Tracked) and id(leaf) not in taken:
                 self.noted.fixed.append((leaf.expression, int(leaf)))
+
+    def _note_chunks(self, tensor: Tensor, dim: int, pieces: Sequence[Tensor]) -> None:
+        """Note the sizes of all pieces but the last, which may be less: no argument says them."""
+        whole = self.sized(tensor, tensor.shape)[dim]
+        for piece in pieces[:-1]:
+            assert self.recorder is not None
+            mark = self.recorder.mark(piece)
+            if mark is not None:
+                size = _expression(-(-whole // len(pieces)))
+                self.noted.sizes.append(SizeUse(size, mark, dim % piece.dim(), piece.shape[dim]))
 
 
 class _Mode(TorchFunctionMode):
@@ -205,38 +258,8 @@ class _Mode(TorchFunctionMode):
             sizes = self.tracker.sized(args[0], function(args[0]))
             return sizes if dim is None else sizes[dim]
         result = function(*_plain(args), **_plain(kwargs))
-        if any(isinstance(leaf, Tracked) for leaf in _leaves((args, kwargs))):
-            self.tracker.note(name, args, kwargs, result)
+        self.tracker.note(name, args, kwargs, result)
         return result
-
-
-def _sizes(
-    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> Iterator[tuple[Any, Tensor, int]]:
-    """Yield ``(size, tensor it shapes, dim)`` for calls whose arguments are sizes of their result."""
-    if name in _SIZED and name not in ("unflatten", "split", "split_with_sizes") and isinstance(result, Tensor):
-        given = kwargs.get("size", kwargs.get("shape", args[1:]))
-        yield from ((size, result, i) for i, size in enumerate(_flat(given)))
-    elif name == "unflatten" and isinstance(result, Tensor):
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        sizes = _flat(kwargs.get("sizes", args[2:]))
-        first = int(dim) % (result.dim() - len(sizes) + 1)
-        yield from ((size, result, first + i) for i, size in enumerate(sizes))
-    elif name in ("split", "split_with_sizes"):
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-        sizes = kwargs.get("split_size_or_sections", kwargs.get("split_size", args[1] if len(args) > 1 else ()))
-        sizes = sizes if isinstance(sizes, (list, tuple)) else [sizes]
-        yield from ((size, piece, int(dim) % piece.dim()) for size, piece in zip(sizes, result, strict=False))
-    elif name in _MADE and isinstance(result, Tensor):
-        given = kwargs.get("size", args[1:] if name.startswith("new_") else args)
-        sizes = _flat(given)[: result.dim()]
-        yield from ((size, result, i) for i, size in enumerate(sizes))
-
-
-def _flat(sizes: Any) -> list[Any]:
-    if len(sizes) and isinstance(sizes[0], (list, tuple)):
-        sizes = sizes[0]
-    return list(sizes)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.executor.settings import set_attributes
 from autoshard.plans import Plan
 
 X = (torch.randn(2, 7, 32),)
-HEADS = 4
 
 
 class Sized(nn.Module):
@@ -34,8 +35,6 @@ class Sized(nn.Module):
             return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
         if self.spelling == "quotient":
             return x.reshape(b, s, self.heads, self.inner // self.heads).transpose(1, 2)
-        if self.spelling == "global":
-            return x.view(b, s, HEADS, 8).transpose(1, 2)
         return x.view(b, s, self.heads, self.head_dim).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,13 +80,114 @@ def test_without_its_attributes_the_plan_fails() -> None:
     assert not autoshard.verify(Sized("minus one on the sequence"), data, example_inputs=X).ok
 
 
-@pytest.mark.parametrize("spelling", ["value", "global"])
-def test_what_no_attribute_satisfies_stays_whole(spelling: str) -> None:
-    plan = made(spelling)
-    assert all(plan.parameters[f"{n}.weight"].tp_dim is None for n in "qkv")
-    refused = next(r for r in plan.refused if r.fqn == "q.weight")
-    assert refused.where.startswith("test_resize.py:")
-    assert not any(m.attributes for m in plan.modules.values())
+def test_an_attribute_that_is_also_a_value_is_left_and_its_sizes_are_rewritten() -> None:
+    plan = made("value")
+    root = plan.modules[""]
+    assert not root.attributes
+    assert [(r.function, r.before, r.after) for r in root.rewrites] == [("split", "self.heads", "self.heads // 2")]
+    assert autoshard.verify(Sized("value"), plan, example_inputs=X).ok
+
+
+class Configured(nn.Module):
+    """Sizes in objects that are shared with others: a config in a config, and a list."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.config, self.sections = config, [32, 32, 32]
+        self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        shape = (b, s, self.config.text.heads, self.config.size)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in self.qkv(x).split(self.sections, dim=-1))
+        y = ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2)
+        return self.o(y.reshape(b, s, -1))  # type: ignore[no-any-return]
+
+
+class Frozen(SimpleNamespace):
+    """A config that lets nobody set anything."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Frozen(text=Frozen(heads=4), size=8)
+        self.one, self.two = Configured(self.config), Configured(self.config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x)) * self.config.text.heads  # type: ignore[no-any-return]
+
+
+def test_sizes_in_objects_are_set_on_copies_that_one_module_has() -> None:
+    plan = autoshard.plan(Pair(), world=2, tp=2, example_inputs=X)
+    expected = {"config.text.heads": 2, "sections.0": 16, "sections.1": 16, "sections.2": 16}
+    assert plan.modules["one"].attributes == plan.modules["two"].attributes == expected
+    model = Pair()
+    proof = autoshard.verify(model, plan, example_inputs=X)
+    assert proof.ok, proof
+    assert model.one.config is model.config
+    set_attributes(model, plan)
+    assert (model.one.config.text.heads, model.one.sections) == (2, [16, 16, 16])
+    assert model.config.text.heads == 4
+    assert model.one.config is not model.two.config
+
+
+def test_without_the_copies_the_plan_fails() -> None:
+    data = autoshard.plan(Pair(), world=2, tp=2, example_inputs=X).to_dict()
+    del data["modules"]["one"]["attributes"]["config.text.heads"]
+    assert not autoshard.verify(Pair(), data, example_inputs=X).ok
+
+
+class Speaker(nn.Module):
+    """Two modules that hand a tensor on through one object: with a copy each, nothing would arrive."""
+
+    def __init__(self, board: SimpleNamespace, first: bool) -> None:
+        super().__init__()
+        self.board, self.first, self.heads = board, first, 4
+        self.q, self.o = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.board.scale = x.sum(-1, keepdim=True).tanh()
+        y = self.q(x).view(x.shape[0], -1, self.heads, 8)
+        return self.o((y.sigmoid() / y.norm(dim=-1, keepdim=True)).flatten(2)) * self.board.scale  # type: ignore[no-any-return]
+
+
+def test_modules_that_share_an_object_for_another_end_keep_sharing_it() -> None:
+    board = SimpleNamespace(level=3)
+    model = nn.Sequential(Speaker(board, True), Speaker(board, False))
+    plan = autoshard.plan(model, world=2, tp=2, example_inputs=X)
+    assert [plan.modules[name].attributes for name in "01"] == [{"heads": 2}, {"heads": 2}]
+    assert autoshard.verify(model, plan, example_inputs=X).ok
+
+
+class Grouped(nn.Module):
+    """A projection of which only a part is cut, and a convolution in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept = 32, 5
+        self.joined = 37
+        self.up, self.down = nn.Linear(32, 2 * 32 + 5), nn.Linear(32, 32)
+        self.conv = nn.Conv1d(37, 37, 3, padding=1, groups=37)
+        self.mix = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, joined = self.up(x).split([self.inner, self.joined], dim=-1)
+        joined = self.conv(joined.transpose(1, 2)).transpose(1, 2)
+        value, kept = joined.split([self.inner, self.kept], dim=-1)
+        return self.down(gate.sigmoid() * value * self.mix(kept.cumsum(-1)))  # type: ignore[no-any-return]
+
+
+def test_an_attribute_gets_what_is_needed_where_that_is_no_even_share() -> None:
+    plan = autoshard.plan(Grouped(), world=2, tp=2, example_inputs=X)
+    assert plan.modules[""].attributes == {"inner": 16, "joined": 21}
+    assert plan.modules["conv"].attributes == {"groups": 21}
+    proof = autoshard.verify(Grouped(), plan, example_inputs=X)
+    assert proof.ok, proof
 
 
 class Deep(nn.Module):
