@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from autoshard.dtypes import dtype_bytes
 from autoshard.ir import Meta, Op
-from autoshard.passes.factors import Factor, find
-from autoshard.passes.place import Placed, State
+from autoshard.passes.factors import Factor, find, ways_of
+from autoshard.passes.states import Placed, State
 from autoshard.plans import Collective, Mesh, TensorPlan, Workload
 
 _VIEWS = frozenset(
@@ -60,7 +60,7 @@ class Sizes:
         if factor in self.named:
             return self.named[factor]
         if factor.kind == "leaf":
-            return factor.size // self.placed.chosen.degree if factor in cut else factor.size
+            return factor.size // ways_of(factor, cut, self.placed.chosen.ways)
         sizes = [self.extent(child, cut) for child in factor.children]
         return math.prod(sizes) if factor.kind == "product" else sum(sizes)
 
@@ -177,6 +177,8 @@ def _activations(placed: Placed, sizes: Sizes, add: object) -> None:
                 continue
         op = "all_gather" if c.kind.startswith("S(") else "all_reduce"
         add("tp", op, "activation", sizes.bytes(c.value, meta, whole=True))  # type: ignore[operator]
+        if c.kind.endswith("->V") and c.kind != "R->V":
+            add("tp", "all_reduce", "activation", sizes.bytes(c.value, meta, whole=True))  # type: ignore[operator]
 
 
 def _takes_gradient(placed: Placed, value: str) -> bool:

@@ -15,12 +15,12 @@ def dump(directory: Path, plan: Plan, stages: Stages) -> None:
     traced, factored, placed = stages.traced, stages.factored, stages.placed
     ops = [f"{op.name} = {op.target}({', '.join(op.refs())})  # {op.module} {op.where}" for op in traced.ops]
     (directory / "1-traced.txt").write_text("\n".join(ops) + "\n")
-    cut = placed.chosen.inner | placed.chosen.gathered
     lines = []
     for value in factored.dims:
         for dims in factored.tensors(value):
             state = placed.states.get(value)
-            lines.append(f"{state.value if state else '-'} {value}: {', '.join(show(d, cut) for d in dims)}")
+            extents = ", ".join(show(d, placed.chosen.leaves_in(value)) for d in dims)
+            lines.append(f"{state.value if state else '-'} {value}: {extents}")
     (directory / "2-factored.txt").write_text("\n".join(lines) + "\n")
     rows = [f"{c.kind:>10} {c.fqn} {c.side}[{c.path}] {c.value} {c.share or ''}" for c in placed.conversions]
     (directory / "3-placed.txt").write_text("\n".join(rows) + "\n")

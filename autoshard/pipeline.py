@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
@@ -17,12 +18,15 @@ from autoshard.passes.cut import ChooseCuts
 from autoshard.passes.emit import Emit
 from autoshard.passes.factorise import Factored, Factorise
 from autoshard.passes.factors import leaves
+from autoshard.passes.inside import Inside, find_texts
 from autoshard.passes.localise import Localise
-from autoshard.passes.place import Place, Placed
+from autoshard.passes.place import Place
 from autoshard.passes.resize import Resize
+from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
 from autoshard.passes.wrap import Wrap
 from autoshard.plans import Mesh, PassTime, Plan, Refusal, Workload
+from autoshard.replace import find
 
 T = TypeVar("T")
 
@@ -75,7 +79,8 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     pinned = _overrides(model, options.overrides)
     factored = clock.run("factorise", lambda: Factorise().run(traced), _count_factors)
     units = clock.run("wrap", lambda: Wrap().run(traced), lambda u: f"{len(u)} FSDP units")
-    solver = _Solver(factored, pinned)
+    texts = cache(lambda: find_texts(model, traced))
+    solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts)
 
     def bytes_on(mesh: Mesh) -> int:
         placed = solver.place(mesh.tp)
@@ -86,7 +91,7 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, traced.inputs), _count_cuts)
     if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
-    emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)))
+    emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)), find(model))
     plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")
     return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed)
 
@@ -117,9 +122,11 @@ class _Clock:
 class _Solver:
     """Chooses and places cuts until nothing is sent back, once per tp degree."""
 
-    def __init__(self, factored: Factored, pinned: Mapping[str, str]) -> None:
+    def __init__(self, factored: Factored, pinned: Mapping[str, str], weigh: bool, texts: Callable[[], Inside]) -> None:
         self.factored = factored
         self.pinned = pinned
+        self.weigh = weigh
+        self.texts = texts
         self.banned: dict[int, dict[str, Refusal]] = {}
         self.placed: dict[int, Placed] = {}
 
@@ -127,10 +134,8 @@ class _Solver:
         """Return the placed cuts for a degree."""
         while tp not in self.placed:
             banned = self.banned.setdefault(tp, {})
-            chosen = ChooseCuts(tp, dict(banned), self.pinned).run(self.factored)
-            if tp == 1:
-                chosen = replace(chosen, cuts=(), refused=(), whys={})
-            placed = Place().run(chosen)
+            chosen = ChooseCuts(tp, dict(banned), self.pinned, self.weigh).run(self.factored)
+            placed = Place(self.texts).run(chosen)
             if placed.refused:
                 banned.update(placed.refused)
             else:
@@ -138,14 +143,15 @@ class _Solver:
         return self.placed[tp]
 
     def localise(self, model: nn.Module, tp: int, given: Any) -> Placed:
-        """Return the placed cuts that the user's code follows, with attributes set where that is enough."""
+        """Return the placed cuts that the user's code follows, with attributes set and calls rewritten for that."""
         while True:
             placed = self.place(tp)
-            refused = Localise(given, placed.settings).run(model, placed)
-            if refused and not placed.settings and placed.resizable:
-                settings = Resize(given).run(model, placed)
-                placed = replace(placed, settings=settings, resizable=False)
-                refused = Localise(given, settings).run(model, placed) if settings else refused
+            refused = Localise(given).run(model, placed)
+            if refused and placed.resizable:
+                placed, stuck = Resize(given).run(model, placed)
+                helped = placed.settings or placed.rewrites
+                # a size that nothing makes local says more than the line that it breaks
+                refused = stuck or (Localise(given).run(model, placed) if helped else refused)
             if not refused:
                 self.placed[tp] = placed
                 return placed
@@ -154,7 +160,7 @@ class _Solver:
 
     def refusals(self, tp: int) -> list[Refusal]:
         """Return what was sent back for a degree."""
-        cut = {fqn for c in self.place(tp).chosen.cuts for fqn in c.tensors}
+        cut = {fqn for c in self.place(tp).chosen.cuts for fqn in c.divisions}
         return [r for r in self.banned.get(tp, {}).values() if r.fqn not in cut]
 
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import InvalidArgument
+from autoshard.rewrite.record import CallRewrite, call_rewrite
 
 SCHEMA_VERSION = 1
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 Parts = tuple[tuple[int, int], ...]
+Slices = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,13 @@ class TensorPlan:
         fsdp_dim: the dim cut over dp_shard, or None.
         local_shape: shape on rank 0, in elements.
         why: the reason, one sentence.
-        read: how forward sees it: ``"local"``, or ``"first_rank"`` for a bias that is added to a partial sum
-            (its value on tp rank 0, zeros elsewhere).
+        read: how forward sees it: ``"local"``; ``"first_rank"`` for a bias that is added to a partial sum (its value
+            on tp rank 0, zeros elsewhere); or ``"slice"`` for ``slices`` of one that every tp rank holds whole.
         trainable: whether it takes a gradient.
         tied_to: the first name of a parameter that has several, or None.
+        slices: for ``read="slice"``, ``(offset, length, ways)`` pieces that make up ``slice_dim``, seen end to end: of
+            ``ways`` equal shares of a piece tp rank r sees share ``r * ways // tp``; with 1 it sees the piece whole.
+        slice_dim: the dim of ``slices``, or None.
     """
 
     shape: tuple[int, ...]
@@ -90,6 +95,8 @@ class TensorPlan:
     read: str = "local"
     trainable: bool = True
     tied_to: str | None = None
+    slices: Slices | None = None
+    slice_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,11 @@ class ModulePlan:
         why: the reason, one sentence.
         share: argument name to the name of an entry that several modules share: one value, one all-reduce.
         lookup: for a row-cut table, the argument that holds the global row numbers.
-        attributes: integer attributes that are set on the module, so that sizes in its code become local.
+        attributes: integer attributes that are set on the module, so that sizes in its code become local; dotted names
+            lead into objects that it holds, of which it gets its own copies.
+        rewrites: arguments in its code that are written otherwise for this module, for the same.
+        draws: ``per_rank`` where its forward draws random numbers for a rank's share, which must differ over tp;
+            ``shared`` where it runs inside such a module and draws for whole values; None where nothing is to be done.
     """
 
     style: str
@@ -114,6 +125,8 @@ class ModulePlan:
     share: Mapping[str, str] = field(default_factory=dict)
     lookup: str | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
+    rewrites: tuple[CallRewrite, ...] = ()
+    draws: str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,21 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """A module of torch that is replaced in place by an equivalent in which cuts can run.
+
+    Attributes:
+        fqn: the module's name or a folded pattern.
+        kind: ``attention``, ``layer``, ``encoder`` or ``decoder``: which of torch's own modules it is.
+        why: the reason, one sentence.
+    """
+
+    fqn: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
 class MeshChoice:
     """One mesh that was considered: its bytes per rank and the verdict in one line."""
 
@@ -214,6 +242,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    replacements: tuple[Replacement, ...] = ()
     model: str = ""
     schema_version: int = SCHEMA_VERSION
     times: tuple[PassTime, ...] = field(default=(), compare=False)
@@ -300,6 +329,10 @@ def _parts(value: Any) -> Parts | None:
     return None if value is None else tuple((int(offset), int(length)) for offset, length in value)
 
 
+def _slices(value: Any) -> Slices | None:
+    return None if value is None else tuple((int(offset), int(length), int(ways)) for offset, length, ways in value)
+
+
 def _tensor(data: dict[str, Any]) -> TensorPlan:
     grad = data["grad_sum"]
     return TensorPlan(
@@ -308,9 +341,16 @@ def _tensor(data: dict[str, Any]) -> TensorPlan:
             "shape": tuple(data["shape"]),
             "local_shape": tuple(data["local_shape"]),
             "tp_parts": _parts(data["tp_parts"]),
+            # plans of before there were any do not have the key
+            "slices": _slices(data.get("slices")),
             "grad_sum": None if grad is None else GradSum(grad["ranks"], _parts(grad.get("parts"))),
         }
     )
+
+
+def module_plan(data: Mapping[str, Any]) -> ModulePlan:
+    """Read a module's plan from plain data."""
+    return ModulePlan(**{**data, "rewrites": tuple(map(call_rewrite, data.get("rewrites", ())))})
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -320,7 +360,7 @@ def _plan(data: dict[str, Any]) -> Plan:
             "mesh": Mesh(**data["mesh"]),
             "parameters": {k: _tensor(v) for k, v in data["parameters"].items()},
             "buffers": {k: _tensor(v) for k, v in data["buffers"].items()},
-            "modules": {k: ModulePlan(**v) for k, v in data["modules"].items()},
+            "modules": {k: module_plan(v) for k, v in data["modules"].items()},
             "units": tuple(Unit(**v) for v in data["units"]),
             "collectives": tuple(Collective(**v) for v in data["collectives"]),
             "coverage": Coverage(
@@ -331,6 +371,8 @@ def _plan(data: dict[str, Any]) -> Plan:
             "assumptions": tuple(data["assumptions"]),
             "warnings": tuple(data["warnings"]),
             "refused": tuple(Refusal(**v) for v in data["refused"]),
+            # plans of before there were any do not have the key
+            "replacements": tuple(Replacement(**v) for v in data.get("replacements", ())),
         }
     )
 

@@ -6,21 +6,20 @@ divide. Leaves alone where values are converted: the next pass places that, and 
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from autoshard.dtypes import dtype_bytes
-from autoshard.ir import Op, Tensor
+from autoshard.ir import Op
 from autoshard.passes.factorise import Factored
-from autoshard.passes.factors import Block, Factor, count, cut_parts, find, leaves, parts, whole_cut
+from autoshard.passes.factors import Block, Factor, Ways, count, flat
+from autoshard.passes.occurrence import IS_INPUT, Division, Occurrences
+from autoshard.passes.select import select
+from autoshard.passes.worth import too_small
 from autoshard.plans import Refusal
 
-_EXACT_SEARCH = 14
-_IS_INPUT, _IS_CONSTANT = "an input of the model has it", "a constant tensor in the code has it"
 #: Reasons that tell the user least come last: of a weight's two dims, the other one's is given if there is one.
-_INFORMS = {_IS_INPUT: 3, "a norm needs it whole": 2, "a mean needs it whole": 2}
+_INFORMS = {IS_INPUT: 3, "a norm needs it whole": 2, "a mean needs it whole": 2}
 
 
 @dataclass(frozen=True)
@@ -29,43 +28,77 @@ class Cut:
 
     Attributes:
         leaves: the factors.
+        ways: over how many ranks each leaf is cut; fewer than all where two leaves share the ranks.
         gathered: whether the activations are made whole again right behind the matmul that cut them.
-        tensors: dim cut, by parameter name.
+        divisions: how each parameter is divided, by name.
         touched: values that hold a cut dim while it is cut, as ``(value, index of result)``.
         saved_bytes: parameter bytes it divides, over all ranks.
     """
 
     leaves: frozenset[Factor]
+    ways: Mapping[Factor, int]
     gathered: bool
-    tensors: Mapping[str, int]
+    divisions: Mapping[str, Division]
     touched: frozenset[tuple[str, int]]
     saved_bytes: int
 
     @property
     def key(self) -> str:
-        """A name that is the same in every run: the parameters and dims it cuts."""
-        return " ".join(f"{fqn}:{dim}" for fqn, dim in sorted(self.tensors.items()))
+        """A name that is the same in every run: the parameters, and the dims and parts of them it cuts."""
+        texts = []
+        for fqn, division in sorted(self.divisions.items()):
+            spans = "" if division.even else "@" + ",".join(f"{o}+{n}/{ways}" for o, n, ways in division.pieces if ways)
+            texts.append(f"{fqn}:{division.dim}{spans}")
+        return ("gathered " if self.gathered else "") + " ".join(texts)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The cuts that are made, the ones that are not with their reasons, and what each parameter's dims ran into."""
+    """The cuts that are made, the ones that are not with their reasons, and what each parameter's dims ran into.
+
+    Attributes:
+        factored: the factors.
+        degree: tp ranks.
+        cuts: the picked cuts.
+        refused: matrices that stay whole, with the reason that tells most.
+        whys: the same reason by name, vectors and what is gathered too.
+        divisions: how each cut parameter is divided, by all cuts together.
+    """
 
     factored: Factored
     degree: int
     cuts: tuple[Cut, ...]
     refused: tuple[Refusal, ...]
     whys: Mapping[str, str]
+    divisions: Mapping[str, Division] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def inner(self) -> frozenset[Factor]:
         """Leaves that stay cut across ops."""
         return frozenset(leaf for cut in self.cuts if not cut.gathered for leaf in cut.leaves)
 
-    @property
+    @cached_property
+    def ways(self) -> Ways:
+        """Over how many ranks leaves are cut."""
+        found = {leaf: ways for cut in self.cuts for leaf, ways in cut.ways.items()}
+        return self.degree if set(found.values()) <= {self.degree} else found
+
+    @cached_property
+    def _gathered_at(self) -> dict[str, frozenset[Factor]]:
+        return {value: cut.leaves for cut in self.cuts if cut.gathered for value, _ in cut.touched}
+
+    @cached_property
     def gathered(self) -> frozenset[Factor]:
-        """Leaves that are made whole right behind the matmul that cut them."""
+        """Leaves that some weight's rows are cut by, and that are made whole right behind its matmul."""
         return frozenset(leaf for cut in self.cuts if cut.gathered for leaf in cut.leaves)
+
+    def leaves_in(self, value: str) -> frozenset[Factor]:
+        """Return the leaves that are cut in a value, as its maker leaves it."""
+        return self._gathered_at.get(value, self.inner)
+
+    def gathered_in(self, value: str) -> frozenset[Factor]:
+        """Return the leaves of a value that are made whole right behind its maker."""
+        return self._gathered_at.get(value, frozenset())
 
 
 @dataclass(frozen=True)
@@ -76,276 +109,161 @@ class ChooseCuts:
         degree: tp ranks.
         banned: reason by cut key, for cuts that a later pass refused.
         pinned: reason by parameter name, for parameters that must stay whole.
+        weigh: whether small cuts are left whole where they do not pay: not so where the user chose the degree.
     """
 
     degree: int
     banned: Mapping[str, Refusal] = field(default_factory=dict)
     pinned: Mapping[str, str] = field(default_factory=dict)
+    weigh: bool = False
 
     def run(self, factored: Factored) -> Chosen:
         """Return the chosen cuts."""
-        index = _Index(factored)
+        if self.degree == 1:
+            return Chosen(factored, 1, (), (), {})
+        index = Occurrences(factored)
         cuts: list[Cut] = []
         reasons: dict[str, tuple[int, Refusal]] = {}
         for leaf in index.candidates:
-            made = self._cut(index, leaf)
+            made = self._cut(index, leaf) if leaf.size % self.degree == 0 else self._shared(index, leaf)
             if isinstance(made, Cut) and made.key not in self.banned:
                 if all(made.leaves != known.leaves for known in cuts):
                     cuts.append(made)
+            else:
+                reason = self.banned[made.key] if isinstance(made, Cut) else made
+                weight = 0 if isinstance(made, Cut) else _INFORMS.get(reason.why, 1)
+                for fqn, _ in index.parameters_of(leaf):
+                    if weight < reasons.get(fqn, (99, reason))[0]:
+                        reasons[fqn] = (weight, reason)
+        for made in self._all_gathered(index):
+            why = self._small(index, made)
+            if made.key not in self.banned and why is None:
+                cuts.append(made)
                 continue
-            reason = self.banned[made.key] if isinstance(made, Cut) else made
-            weight = 0 if isinstance(made, Cut) else _INFORMS.get(reason.why, 1)
-            for fqn, _ in index.parameters_of(leaf):
-                if weight < reasons.get(fqn, (99, reason))[0]:
-                    reasons[fqn] = (weight, reason)
-        picked = _independent(cuts)
-        done = {fqn for cut in picked for fqn in cut.tensors}
-        left = {fqn: reason for fqn, (_, reason) in reasons.items() if fqn not in done}
+            for fqn in made.divisions:
+                reasons.setdefault(fqn, (0, self.banned.get(made.key) or Refusal(fqn, "", why or "")))
+        picked = tuple(cuts[i] for i in select(cuts, index, self.degree))
+        kept = {fqn for cut in picked if not cut.gathered for fqn in cut.divisions}
+        left = {fqn: reason for fqn, (_, reason) in reasons.items() if fqn not in kept}
+        gathered = {fqn for cut in picked if cut.gathered for fqn in cut.divisions}
         # a vector that stays whole costs nothing and has its reason in the plan's parameters
-        matrices = [fqn for fqn in left if len(index.parameter[fqn].meta.shape) > 1]
+        matrices = [fqn for fqn in left if len(index.parameter[fqn].meta.shape) > 1 and fqn not in gathered]
         refused = dict.fromkeys(replace(left[fqn], fqn=fqn) for fqn in matrices)
         whys = {fqn: r.why + (f" ({r.where})" if r.where else "") for fqn, r in left.items()}
-        return Chosen(factored, self.degree, picked, tuple(refused), whys)
+        chosen = Chosen(factored, self.degree, picked, tuple(refused), whys)
+        return replace(chosen, divisions=self._divisions(index, chosen))
 
-    def _cut(self, index: _Index, leaf: Factor) -> Cut | Refusal:
+    def _divisions(self, index: Occurrences, chosen: Chosen) -> dict[str, Division]:
+        """Return how each cut parameter is divided by all cuts together."""
+        found: dict[str, Division] = {}
+        for fqn in dict.fromkeys(fqn for cut in chosen.cuts for fqn in cut.divisions):
+            leaves = chosen.leaves_in(index.held[fqn].value or "")
+            division = index.division(fqn, leaves, chosen.ways, self.degree)
+            assert division is not None, "checked when the cut was made"
+            found[fqn] = division
+        return found
+
+    def _pinned(self, names: Mapping[str, object]) -> Refusal | None:
+        return next((Refusal(n, "", self.pinned[n]) for n in names if n in self.pinned), None)
+
+    def _cut(self, index: Occurrences, leaf: Factor) -> Cut | Refusal:
+        """Return the cut of a leaf whose values stay cut from op to op."""
         fqn = index.parameters_of(leaf)[0][0]
-        for name, _ in index.parameters_of(leaf):
-            if name in self.pinned:
-                return Refusal(name, "", self.pinned[name])
-        if leaf.size % self.degree:
-            return Refusal(fqn, "", f"an extent of {leaf.size} does not divide by tp={self.degree}")
-        blocks = [*leaf.blocks, *index.escapes(leaf)]
-        if not blocks:
-            return self._inner(index, leaf, fqn)
-        made = self._gathered(index, leaf)
-        return made if isinstance(made, Cut) else Refusal(fqn, blocks[0].where, blocks[0].why)
-
-    def _inner(self, index: _Index, leaf: Factor, fqn: str) -> Cut | Refusal:
+        for reason in [*leaf.blocks, *index.escapes(leaf)]:
+            return Refusal(fqn, reason.where, reason.why)
         closed = index.close(leaf, self.degree)
         if isinstance(closed, Block):
             return Refusal(fqn, closed.where, closed.why)
+        return self._of(index, fqn, dict.fromkeys(closed, self.degree))
+
+    def _shared(self, index: Occurrences, leaf: Factor) -> Cut | Refusal:
+        """Return the cut of a leaf of too few indices together with the one below it: kv heads and their group."""
+        fqn = index.parameters_of(leaf)[0][0]
+        below = index.below(leaf)
+        rest = self.degree // leaf.size
+        if self.degree % leaf.size or below is None or below.size % rest or below.blocks or index.escapes(below):
+            return Refusal(fqn, "", f"an extent of {leaf.size} does not divide by tp={self.degree}")
+        for reason in [*leaf.blocks, *index.escapes(leaf)]:
+            return Refusal(fqn, reason.where, reason.why)
+        return self._of(index, fqn, {leaf: leaf.size, below: rest})
+
+    def _of(self, index: Occurrences, fqn: str, ways: Mapping[Factor, int]) -> Cut | Refusal:
+        closed = frozenset(ways)
         tensors = index.tensors_of(closed)
-        problem = index.twice(closed) or index.fused(closed, tensors, self.degree)
+        pinned = self._pinned(tensors)
+        if pinned:
+            return pinned
+        problem = index.twice(closed, ways, self.degree)
         if problem:
             return Refusal(problem.op or fqn, problem.where, problem.why)
+        divisions: dict[str, Division] = {}
+        for name, dim in tensors.items():
+            division = index.division(name, closed, ways, self.degree)
+            if division is None:
+                user = next(iter(index.users.get(index.parameter[name].value or "", ())), None)
+                return Refusal(name, user.where if user else "", f"dim {dim} would be cut in scattered places")
+            divisions[name] = division
+        for name in index.buffers_of(closed):
+            division = index.division(name, closed, ways, self.degree)
+            if division is None or not division.even:
+                return Refusal(fqn, name, f"the buffer {name} would be cut in several places")
+            divisions[name] = division
         touched = frozenset(place for one in closed for place in index.places[one])
-        return Cut(closed, False, tensors, touched, index.bytes_of(closed, tensors))
+        made = Cut(closed, ways, False, divisions, touched, index.bytes_of(divisions))
+        why = self._small(index, made)
+        return made if why is None else Refusal(fqn, "", why)
 
-    def _gathered(self, index: _Index, leaf: Factor) -> Cut | None:
+    def _small(self, index: Occurrences, cut: Cut) -> str | None:
+        if not self.weigh:
+            return None
+        return too_small(index, cut.leaves, (value for value, _ in cut.touched), cut.saved_bytes)
+
+    def _all_gathered(self, index: Occurrences) -> Iterator[Cut]:
+        """Yield, for each weight of a matmul, the cut of its rows that is undone right behind it."""
+        seen: set[frozenset[str]] = set()
+        for op in index.factored.traced.ops:
+            weights = [index.by_value[n].fqn for n in dict.fromkeys(op.refs()) if n in index.by_value]
+            for leaf in self._rows(index, op, weights):
+                made = self._gathered(index, leaf, op, weights)
+                if made is not None and frozenset(made.divisions) not in seen:
+                    seen.add(frozenset(made.divisions))
+                    yield made
+
+    def _rows(self, index: Occurrences, op: Op, weights: list[str]) -> Iterator[Factor]:
+        if not weights or op.name not in index.contracting:
+            return
+        for dim in index.factored.single(op.name):
+            # one leaf of the dim is enough: what follows needs it whole in any case
+            for leaf in _major(dim, self.degree):
+                if index.makes(op, leaf):
+                    yield leaf
+
+    def _gathered(self, index: Occurrences, leaf: Factor, op: Op, weights: list[str]) -> Cut | None:
         """Return the cut that is undone behind each matmul making it; None where some use needs it cut for longer."""
         cut = frozenset([leaf])
-        makers: set[tuple[str, int]] = set()
-        tensors = index.tensors_of(cut)
-        for fqn in tensors:
-            value = index.parameter[fqn].value
-            for op in index.users.get(value or "", ()):
-                if not index.makes(op, leaf) and not index.looks_up(op, leaf):
+        divisions: dict[str, Division] = {}
+        touched: set[tuple[str, int]] = set()
+        for fqn in weights:
+            division = index.division(fqn, cut, self.degree, self.degree)
+            value = index.parameter[fqn].value or ""
+            if division is None:
+                continue
+            if not division.even or sum(count(d, cut) for d in index.factored.single(value)) > 1:
+                return None
+            divisions[fqn] = division
+            touched.add((value, 0))
+            for user in index.users.get(value, ()):
+                if index.makes(user, leaf):
+                    touched.add((user.name, 0))
+                elif not index.looks_up(user, leaf):
                     return None
-                if index.makes(op, leaf):
-                    makers.add((op.name, 0))
-        if not makers or index.twice(cut, makers) or index.fused(cut, tensors, self.degree):
+        if not divisions or self._pinned(divisions):
             return None
-        touched = frozenset(makers | {(index.parameter[fqn].value or "", 0) for fqn in tensors})
-        return Cut(cut, True, tensors, touched, index.bytes_of(cut, tensors))
+        return Cut(cut, {leaf: self.degree}, True, divisions, frozenset(touched), index.bytes_of(divisions))
 
 
-class _Index:
-    """Where each leaf occurs, built once for a graph."""
-
-    def __init__(self, factored: Factored) -> None:
-        self.factored = factored
-        traced = factored.traced
-        self.parameter: dict[str, Tensor] = {p.fqn: p for p in traced.parameters}
-        by_value = {p.value: p for p in traced.parameters if p.value}
-        self.places: dict[Factor, list[tuple[str, int]]] = defaultdict(list)
-        self.in_parameters: dict[Factor, list[tuple[str, int]]] = defaultdict(list)
-        for value in factored.dims:
-            for number, dims in enumerate(factored.tensors(value)):
-                for leaf in dict.fromkeys(leaf for dim in dims for leaf in leaves(dim)):
-                    self.places[leaf].append((value, number))
-            if value in by_value:
-                for i, dim in enumerate(factored.single(value)):
-                    for leaf in dict.fromkeys(leaves(dim)):
-                        self.in_parameters[leaf].append((by_value[value].fqn, i))
-        self.candidates = sorted((leaf for leaf in self.in_parameters if leaf.size > 1), key=lambda f: f.serial)
-        self.users: dict[str, list[Op]] = defaultdict(list)
-        self.ops: dict[str, Op] = {}
-        for op in traced.ops:
-            self.ops[op.name] = op
-            for name in dict.fromkeys(op.refs()):
-                self.users[name].append(op)
-        self.contracted: dict[Factor, list[tuple[str, Factor, str]]] = defaultdict(list)
-        self.contracting: dict[str, list[tuple[Factor, str]]] = defaultdict(list)
-        for item in factored.contractions:
-            self.contracting[item.op].append((item.factor, item.kind))
-            for leaf in dict.fromkeys(leaves(item.factor)):
-                self.contracted[leaf].append((item.op, item.factor, item.kind))
-        self._escapes: dict[Factor, list[Block]] = defaultdict(list)
-        self._find_escapes()
-
-    def _find_escapes(self) -> None:
-        """Note leaves that an input, an output, a buffer or a constant of the model holds: those stay whole."""
-        traced, single = self.factored.traced, self.factored.single
-        whole = {"input": _IS_INPUT, "constant": _IS_CONSTANT}
-        for source in traced.sources:
-            if source.kind != "parameter":
-                why = whole.get(source.kind, f"the buffer {source.fqn} has it, and buffers are not cut yet")
-                self._note(single(source.name), Block(why, source.fqn))
-        for output in traced.outputs:
-            if not output.state:
-                op = self.ops.get(output.value)
-                why = f"the model returns it ({output.path or 'its result'})"
-                self._note(single(output.value), Block(why, output.path, op.where if op else ""))
-
-    def _note(self, dims: Iterable[Factor], reason: Block) -> None:
-        for dim in dims:
-            for leaf in leaves(dim):
-                self._escapes[leaf].append(reason)
-
-    def escapes(self, leaf: Factor) -> list[Block]:
-        return self._escapes.get(leaf, [])
-
-    def parameters_of(self, leaf: Factor) -> list[tuple[str, int]]:
-        return self.in_parameters[leaf]
-
-    def tensors_of(self, cut: frozenset[Factor]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for leaf in sorted(cut, key=lambda f: f.serial):
-            for fqn, dim in self.in_parameters[leaf]:
-                found.setdefault(fqn, dim)
-        return found
-
-    def close(self, leaf: Factor, degree: int) -> frozenset[Factor] | Block:
-        """Return the leaves that must be cut with ``leaf``: every part of a concatenation that is summed over."""
-        cut = {leaf}
-        pending = [leaf]
-        while pending:
-            for op, factor, _ in self.contracted.get(pending.pop(), ()):
-                for piece in parts(factor):
-                    if whole_cut(piece, frozenset(cut)):
-                        continue
-                    more = [f for f in leaves(piece) if self._free(f, degree)]
-                    if not more:
-                        why = "a part of what is summed over cannot be cut with it"
-                        return Block(why, op, self.ops[op].where)
-                    more.sort(key=lambda f: (f.size != leaf.size, f.serial))
-                    cut.add(more[0])
-                    pending.append(more[0])
-        return frozenset(cut)
-
-    def _free(self, leaf: Factor, degree: int) -> bool:
-        return leaf.size % degree == 0 and leaf.size > 1 and not leaf.blocks and not self.escapes(leaf)
-
-    def twice(self, cut: frozenset[Factor], only: Iterable[tuple[str, int]] | None = None) -> Block | None:
-        """Return why a cut is impossible: it would cut one tensor twice, or sum over what the result keeps."""
-        places = only if only is not None else dict.fromkeys(p for leaf in cut for p in self.places[leaf])
-        for value, number in places:
-            dims = self.factored.tensors(value)[number]
-            if sum(count(dim, cut) for dim in dims) > 1:
-                return Block("one tensor would be cut along two dims", "", self._where(value))
-        for leaf in cut if only is None else ():
-            for op, factor, _ in self.contracted.get(leaf, ()):
-                if any(count(d, cut) for dims in self.factored.tensors(op) for d in dims):
-                    return Block("an op would sum over it and keep it", "", self._where(op))
-                if not whole_cut(factor, cut):
-                    return Block("only some of what is summed over would be cut", "", self._where(op))
-        return None
-
-    def _where(self, value: str) -> str:
-        return self.ops[value].where if value in self.ops else ""
-
-    def fused(self, cut: frozenset[Factor], tensors: Mapping[str, int], degree: int) -> Block | None:
-        """Return why a parameter's rows can't be cut in one run: it is a fused projection."""
-        for fqn, dim in tensors.items():
-            extent = self.factored.single(self.parameter[fqn].value or "")[dim]
-            pieces = cut_parts(extent, cut, degree)
-            if pieces != [(0, find(extent).size, True)]:
-                op = next(iter(self.users.get(self.parameter[fqn].value or "", ())), None)
-                number = "scattered" if pieces is None else str(len(pieces))
-                why = f"a fused projection: dim {dim} is {number} parts that each need a cut of their own, not done yet"
-                return Block(why, fqn, op.where if op else "")
-        return None
-
-    def makes(self, op: Op, leaf: Factor) -> bool:
-        """Whether ``op`` is a matmul with a weight that puts ``leaf`` into its result, from activations without it."""
-        cut = frozenset([leaf])
-        if not any(kind == "matmul" for _, kind in self.contracting.get(op.name, ())):
-            return False
-        if any(count(factor, cut) for factor, _ in self.contracting[op.name]):
-            return False
-        from_weights = {p.value for p in self.factored.traced.parameters}
-        activations = [n for n in op.refs() if n not in from_weights]
-        if any(count(d, cut) for n in activations for d in self.factored.single(n)):
-            return False
-        return any(count(d, cut) for d in self.factored.single(op.name))
-
-    def looks_up(self, op: Op, leaf: Factor) -> bool:
-        """Whether ``op`` picks rows of a table whose rows are ``leaf``."""
-        return any(
-            kind == "lookup" and count(factor, frozenset([leaf])) for factor, kind in self.contracting.get(op.name, ())
-        )
-
-    def bytes_of(self, cut: frozenset[Factor], tensors: Mapping[str, int]) -> int:
-        total = 0
-        for fqn in tensors:
-            meta = self.parameter[fqn].meta
-            total += math.prod(meta.shape) * dtype_bytes(meta.dtype)
-        return total
-
-
-def _independent(cuts: list[Cut]) -> tuple[Cut, ...]:
-    """Return the cuts with the most bytes of which no two meet in a tensor, component by component."""
-    meets: dict[int, set[int]] = defaultdict(set)
-    by_place: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for i, cut in enumerate(cuts):
-        for place in cut.touched:
-            by_place[place].append(i)
-    for group in by_place.values():
-        for i in group:
-            meets[i].update(j for j in group if j != i)
-    chosen: list[int] = []
-    seen: set[int] = set()
-    for i in range(len(cuts)):
-        if i not in seen:
-            component = _component(i, meets)
-            seen.update(component)
-            chosen += _best(sorted(component), cuts, meets)
-    return tuple(cuts[i] for i in sorted(chosen))
-
-
-def _component(start: int, meets: Mapping[int, set[int]]) -> set[int]:
-    found: set[int] = set()
-    pending = [start]
-    while pending:
-        i = pending.pop()
-        if i not in found:
-            found.add(i)
-            pending += meets.get(i, ())
-    return found
-
-
-def _worth(cut: Cut) -> tuple[int, int]:
-    """Order cuts: bytes saved, then the ones that need no gather."""
-    return cut.saved_bytes, int(not cut.gathered)
-
-
-def _best(component: list[int], cuts: list[Cut], meets: Mapping[int, set[int]]) -> list[int]:
-    if len(component) > _EXACT_SEARCH:
-        return _greedy(component, cuts, meets)
-    best: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
-    for mask in range(1 << len(component)):
-        picked = [i for bit, i in enumerate(component) if mask >> bit & 1]
-        if any(j in meets.get(i, ()) for i in picked for j in picked):
-            continue
-        worth = (sum(_worth(cuts[i])[0] for i in picked), sum(_worth(cuts[i])[1] for i in picked))
-        if worth > best[0]:
-            best = (worth, picked)
-    return best[1]
-
-
-def _greedy(component: list[int], cuts: list[Cut], meets: Mapping[int, set[int]]) -> list[int]:
-    picked: list[int] = []
-    for i in sorted(component, key=lambda i: (_worth(cuts[i]), -i), reverse=True):
-        if not any(j in meets.get(i, ()) for j in picked):
-            picked.append(i)
-    return picked
+def _major(dim: Factor, degree: int) -> Iterator[Factor]:
+    """Yield the major factor of a dim, if it divides."""
+    major = flat(dim)[0]
+    if major.kind == "leaf" and major.size > 1 and major.size % degree == 0:
+        yield major

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from autoshard import cost
 from autoshard.dtypes import dtype_bytes
 from autoshard.folding import fold_refusals, fold_strings, split_number
-from autoshard.ir import Op, Tensor
+from autoshard.ir import Tensor
 from autoshard.passes.cut import Cut
-from autoshard.passes.factors import count
-from autoshard.passes.place import Placed
+from autoshard.passes.draws import Draws, find_draws
+from autoshard.passes.factors import Factor, count
+from autoshard.passes.occurrence import Division
+from autoshard.passes.states import Placed
 from autoshard.plans import (
     Coverage,
     GradSum,
@@ -25,10 +28,12 @@ from autoshard.plans import (
     ModulePlan,
     Plan,
     Refusal,
+    Replacement,
     TensorPlan,
     Unit,
     Workload,
     fold,
+    module_plan,
     unfold,
 )
 
@@ -43,6 +48,7 @@ class Emit:
     why_mesh: str = ""
     meshes: tuple[MeshChoice, ...] = ()
     refused: tuple[Refusal, ...] = field(default=())
+    replacements: tuple[Replacement, ...] = ()
 
     def run(self, placed: Placed) -> Plan:
         """Return the plan."""
@@ -52,12 +58,15 @@ class Emit:
         buffers = self._tensors(placed, traced.buffers, whys, sharded=False)
         members = self.members(traced.parameters)
         sizes = cost.Sizes.of(placed, self.workload)
-        refused = fold_refusals([*placed.chosen.refused, *self.refused])
+        untraced = [Refusal(u.fqn or "the model", u.where, u.why) for u in traced.untraced] if self.mesh.tp > 1 else []
+        refused = fold_refusals([*placed.chosen.refused, *self.refused, *untraced])
+        draws = find_draws(placed)
+        modules = _modules(placed, parameters, whys, draws.modules)
         return Plan(
             mesh=self.mesh,
             parameters=parameters,
             buffers=buffers,
-            modules=_modules(placed, parameters, whys),
+            modules=modules,
             units=self._units(members, parameters),
             memory_bytes=cost.memory(parameters, buffers, members, self.mesh, cost.activation_bytes(placed, sizes)),
             collectives=cost.collectives(placed, sizes, parameters, members, self.mesh),
@@ -66,36 +75,40 @@ class Emit:
             why_mesh=self.why_mesh,
             meshes=self.meshes,
             assumptions=_assumptions(placed),
-            warnings=_warnings(placed),
+            warnings=_warnings(placed, draws),
             refused=refused,
+            replacements=_replacements(self.replacements, modules),
             model=traced.model,
         )
 
     def _tensors(self, placed: Placed, tensors: Iterable[Tensor], whys: _Whys, sharded: bool) -> dict[str, TensorPlan]:
         found: dict[str, TensorPlan] = {}
         for tensor in tensors:
-            dim, why = whys.of(tensor)
+            division, why = whys.of(tensor)
+            held = None if division is None or division.mixed else division
             shape = list(tensor.meta.shape)
-            if dim is not None:
-                shape[dim] //= self.mesh.tp
+            if held is not None:
+                shape[held.dim] //= self.mesh.tp
             shard = 0 if sharded and self.mesh.dp_shard > 1 and shape else None
             if shard is not None:
                 shape[0] = -(-shape[0] // self.mesh.dp_shard)
-            summed = sharded and tensor.fqn in placed.grad_sums and tensor.trainable
+            mixed = division is not None and division.mixed
+            summed = sharded and tensor.trainable and (mixed or tensor.fqn in placed.grad_sums)
             for name in tensor.names:
                 found[name] = TensorPlan(
                     shape=tensor.meta.shape,
                     dtype=tensor.meta.dtype,
-                    tp_dim=dim,
-                    tp_parts=None,
-                    tp_copies=1 if dim is not None else self.mesh.tp,
+                    tp_dim=held.dim if held else None,
+                    tp_parts=None if held is None or held.even else tuple((o, n) for o, n, _ in held.pieces),
+                    tp_copies=1 if held else self.mesh.tp,
                     grad_sum=GradSum(self.mesh.tp) if summed else None,
                     fsdp_dim=shard,
                     local_shape=tuple(shape),
                     why=why,
-                    read="first_rank" if tensor.fqn in placed.first_rank else "local",
+                    read=_read(placed, tensor.fqn, mixed),
                     trainable=tensor.trainable,
                     tied_to=None if name == tensor.fqn else tensor.fqn,
+                    **(_slices(division) if division is not None and mixed else {}),
                 )
         return found
 
@@ -125,29 +138,50 @@ class Emit:
         return tuple(found)
 
 
+def _read(placed: Placed, fqn: str, mixed: bool) -> str:
+    if mixed:
+        return "slice"
+    return "first_rank" if fqn in placed.first_rank else "local"
+
+
+def _slices(division: Division) -> dict[str, Any]:
+    """Return what each rank reads of a parameter only some parts of which are cut."""
+    return {
+        "slice_dim": division.dim,
+        "slices": tuple((offset, length, max(ways, 1)) for offset, length, ways in division.pieces),
+    }
+
+
+_WHY_DRAWN = {
+    "per_rank": "random numbers for each rank's share are the rank's own",
+    "shared": "random numbers for whole values are the same on every rank",
+}
+
+
 class _Whys:
     """The dim a tensor is cut along, and why."""
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed
-        self.cut_of: dict[str, Cut] = {fqn: cut for cut in placed.chosen.cuts for fqn in cut.tensors}
+        self.cut_of: dict[str, Cut] = {fqn: cut for cut in reversed(placed.chosen.cuts) for fqn in cut.divisions}
         traced = placed.chosen.factored.traced
         self.summed: set[str] = set()  # parameters on the side that sums over the cut
         self.looked_up: set[str] = set()
         fqn_of = {s.name: s.fqn for s in traced.sources if s.kind == "parameter"}
-        every = placed.chosen.inner | placed.chosen.gathered
         ops = {op.name: op for op in traced.ops}
         for item in placed.chosen.factored.contractions:
-            if count(item.factor, every):
+            looked = frozenset[Factor]().union(*(placed.chosen.gathered_in(n) for n in ops[item.op].refs()))
+            if count(item.factor, placed.chosen.inner | (looked if item.kind == "lookup" else frozenset())):
                 for name in ops[item.op].refs():
                     if name in fqn_of and fqn_of[name] in self.cut_of:
                         (self.looked_up if item.kind == "lookup" else self.summed).add(fqn_of[name])
         self.summed -= placed.first_rank
 
-    def of(self, tensor: Tensor) -> tuple[int | None, str]:
+    def of(self, tensor: Tensor) -> tuple[Division | None, str]:
+        """Return how a tensor is divided, and why or why not."""
         cut = self.cut_of.get(tensor.fqn)
         if cut is not None:
-            return cut.tensors[tensor.fqn], self._cut(tensor.fqn, cut)
+            return self.placed.chosen.divisions[tensor.fqn], self._cut(tensor.fqn, cut)
         if tensor.fqn in self.placed.grad_sums:
             return None, self.placed.grad_sums[tensor.fqn]
         if tensor.fqn in self.placed.first_rank:
@@ -159,11 +193,12 @@ class _Whys:
         return None, self.placed.chosen.whys.get(tensor.fqn, "no extent of it can be cut alone")
 
     def _cut(self, fqn: str, cut: Cut) -> str:
-        others = [f for f in cut.tensors if f != fqn]
+        others = [f for f in cut.divisions if f != fqn]
         if fqn in self.looked_up:
             return "rows are looked up where they live; the parts are summed"
         if cut.gathered:
-            return "its output is cut, then gathered for what needs it whole"
+            why = self.placed.chosen.whys.get(fqn)
+            return f"its output is cut, then gathered: {why}" if why else "its output is cut, then gathered"
         if fqn in self.summed:
             return "sums over what " + _short(o for o in others if o not in self.summed) + " cut"
         return "its output is cut as far as " + _short(o for o in others if o in self.summed) + " sums over it"
@@ -175,7 +210,9 @@ def _short(fqns: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _modules(placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys) -> dict[str, ModulePlan]:
+def _modules(
+    placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys, draws: Mapping[str, str]
+) -> dict[str, ModulePlan]:
     """Return the plan of each module with something to do, folded over the first number in its name."""
     inputs: dict[str, dict[str, str]] = defaultdict(dict)
     outputs: dict[str, dict[str, str]] = defaultdict(dict)
@@ -186,6 +223,8 @@ def _modules(placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys) 
             order[fqn.rpartition(".")[0]] = None
     for c in placed.conversions:
         order[c.fqn] = None
+        if c.side == "inside":  # it is in the rewrites
+            continue
         (inputs if c.side == "inputs" else outputs)[c.fqn][c.path] = c.kind
         if c.share:
             shares[c.fqn][c.path] = c.share
@@ -193,6 +232,8 @@ def _modules(placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys) 
     for (fqn, name), value in placed.settings.items():
         order[fqn] = None
         settings[fqn][name] = value
+    for fqn in (*placed.rewrites, *draws):
+        order[fqn] = None
     homes: dict[str, dict[str, TensorPlan]] = defaultdict(dict)
     for fqn, tensor in parameters.items():
         homes[fqn.rpartition(".")[0]][fqn] = tensor
@@ -202,11 +243,29 @@ def _modules(placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys) 
     plans: dict[str, ModulePlan] = {}
     for fqn in sorted(order, key=lambda f: first_call.get(f, len(first_call))):
         style, why = _style(placed, fqn, homes[fqn], inputs[fqn], outputs[fqn], whys)
+        lookup = placed.lookups.get(fqn)
+        rewrites = placed.rewrites.get(fqn, ())
         if style == "replicate" and not why:
             style, why = "resize", "sizes in its code follow the cut"
-        lookup = placed.lookups.get(fqn)
-        plans[fqn] = ModulePlan(style, inputs[fqn], outputs[fqn], why, shares[fqn], lookup, settings[fqn])
+            if not settings[fqn] and not rewrites:
+                style, why = "region", _WHY_DRAWN[draws[fqn]]
+        plans[fqn] = ModulePlan(
+            style, inputs[fqn], outputs[fqn], why, shares[fqn], lookup, settings[fqn], rewrites, draws.get(fqn)
+        )
     return _folded(plans)
+
+
+def _replacements(found: Iterable[Replacement], modules: Mapping[str, ModulePlan]) -> tuple[Replacement, ...]:
+    """Return the replacements of modules in which something happens, folded: the others keep torch's own code."""
+    busy = {
+        ".".join(steps[:n])
+        for p in modules
+        for f in unfold(p)
+        for steps in [f.split(".")]
+        for n in range(len(steps) + 1)
+    }
+    folded = fold_strings({one.fqn: f"{one.kind}|{one.why}" for one in found if one.fqn in busy})
+    return tuple(Replacement(fqn, *text.split("|", 1)) for fqn, text in folded.items())
 
 
 def _style(
@@ -226,21 +285,15 @@ def _style(
         first = cut.tied_to or next(n for n, t in own.items() if t is cut)
         return ("rowwise" if first in whys.summed else "colwise"), cut.why
     if outputs or inputs:
-        if any(kind == "P->R" for kind in outputs.values()):
+        if any(kind.startswith("P->") for kind in outputs.values()):
             return "region", "what it returns is a partial sum"
         return "region", "work inside is divided; the gradient of what enters is summed"
     return "replicate", next((t.why for t in own.values() if t.grad_sum), "")
 
 
 def _folded(plans: Mapping[str, ModulePlan]) -> dict[str, ModulePlan]:
-    texts = {
-        fqn: json.dumps([p.style, dict(p.inputs), dict(p.outputs), p.why, dict(p.share), p.lookup, dict(p.attributes)])
-        for fqn, p in plans.items()
-    }
-    found: dict[str, ModulePlan] = {}
-    for pattern, text in fold_strings(texts).items():
-        found[pattern] = ModulePlan(*json.loads(text))
-    return found
+    texts = {fqn: json.dumps(asdict(plan)) for fqn, plan in plans.items()}
+    return {pattern: module_plan(json.loads(text)) for pattern, text in fold_strings(texts).items()}
 
 
 def _coverage(placed: Placed, parameters: Mapping[str, TensorPlan], sizes: cost.Sizes) -> Coverage:
@@ -261,7 +314,6 @@ def _coverage(placed: Placed, parameters: Mapping[str, TensorPlan], sizes: cost.
     for pattern, why in fold_strings(texts).items():
         left[pattern, why] = sum(weights[fqn] for fqn in unfold(pattern))
     flops = done = 0
-    every = placed.chosen.inner | placed.chosen.gathered
     summed: dict[str, bool] = defaultdict(bool)
     for item in placed.chosen.factored.contractions:
         summed[item.op] |= bool(count(item.factor, placed.chosen.inner))
@@ -271,7 +323,10 @@ def _coverage(placed: Placed, parameters: Mapping[str, TensorPlan], sizes: cost.
         flops += one
         if one and (
             summed[op.name]
-            or (op.name in live and any(count(d, every) for d in placed.chosen.factored.single(op.name)))
+            or (
+                op.name in live
+                and any(count(d, placed.chosen.leaves_in(op.name)) for d in placed.chosen.factored.single(op.name))
+            )
         ):
             done += one
     rows = sorted(((p, size / max(total, 1), why) for (p, why), size in left.items()), key=lambda row: -row[1])
@@ -287,30 +342,31 @@ def _assumptions(placed: Placed) -> tuple[str, ...]:
             f"{len(placed.settings)} integer attributes become a rank's share: code that the trace did not run "
             "(another mode, another branch) must want the same"
         )
+    if placed.rewrites:
+        number = sum(map(len, placed.rewrites.values()))
+        found.append(
+            f"the code is rewritten: {number} arguments of calls, in {len(placed.rewrites)} modules' own copies "
+            "of it; what the trace did not run is as it was"
+        )
     if kept:
         names = ", ".join(sorted(kept))
         found.append(f"each tp rank keeps its own share of the state the model returns ({names})")
     return tuple(found)
 
 
-def _warnings(placed: Placed) -> tuple[str, ...]:
+def _warnings(placed: Placed, draws: Draws) -> tuple[str, ...]:
     found = list(placed.chosen.factored.traced.warnings)
     unknown: dict[str, list[str]] = defaultdict(list)
     for target, where in placed.chosen.factored.unknown:
         unknown[target].append(where)
     for target, places in unknown.items():
         found.append(f"no rule for {target} ({len(places)} uses, first at {places[0]}): what it touches stays whole")
-    drops = [op for op in placed.chosen.factored.traced.ops if _draws(op)]
-    if placed.chosen.degree > 1 and drops:
-        where = f"{len(drops)} uses, first at {drops[0].where}"
-        found.append(f"dropout is on ({where}): seed the ranks of one tp group alike, or whole values differ on them")
+    if draws.mixed:
+        where = f"{len(draws.mixed)} uses, first at {draws.mixed[0].where}"
+        found.append(
+            f"each tp rank drops the same places of its share ({where}): the same code draws for whole values too; "
+            "move one of them into a module of its own"
+        )
     if placed.chosen.degree > 1 and not placed.chosen.cuts:
         found.append(f"nothing is cut over tp={placed.chosen.degree}: every tp rank does all the work")
     return tuple(found)
-
-
-def _draws(op: Op) -> bool:
-    """Whether an op drops values at random, as it was traced."""
-    if op.target == "aten.scaled_dot_product_attention":
-        return bool(op.arguments.get("dropout_p"))
-    return op.target in ("aten.dropout", "aten.dropout_") and bool(op.arguments.get("train") and op.arguments.get("p"))

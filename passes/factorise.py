@@ -12,16 +12,10 @@ from dataclasses import dataclass
 
 from autoshard.ir import Meta, Op, Ref, Traced
 from autoshard.passes.factors import Block, Factor, leaves
-from autoshard.passes.rules import TABLE, Contraction, Walk
+from autoshard.passes.literals import numbers_of
+from autoshard.passes.rules import TABLE, Contraction, Literal, Walk
 from autoshard.passes.rules.shape import unsupported
 from autoshard.passes.rules.walk import Dims, Result
-
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in """
-    view reshape slice select narrow transpose permute t unsqueeze squeeze expand unbind split chunk alias
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -32,12 +26,14 @@ class Factored:
         dims: per value, the factor of each dim; for an op with several results, a list of those.
         contractions: what each op sums over.
         unknown: ``(op, file:line)`` of operators without a rule.
+        literals: numbers in the code that must follow a cut.
     """
 
     traced: Traced
     dims: dict[str, Dims | Sequence[Dims | None] | None]
     contractions: tuple[Contraction, ...]
     unknown: tuple[tuple[str, str], ...]
+    literals: tuple[Literal, ...] = ()
 
     def single(self, name: str) -> Dims:
         """Return the dims of a single-tensor value, or an empty list."""
@@ -61,7 +57,7 @@ class Factorise:
     def run(self, traced: Traced) -> Factored:
         """Return the factors of ``traced``."""
         Factor._serials = itertools.count()
-        walk = Walk()
+        walk = Walk(numbers_of(traced))
         for source in traced.sources:
             walk.metas[source.name] = source.meta
             walk.values[source.name] = walk.fresh(source.meta)
@@ -69,7 +65,8 @@ class Factorise:
                 walk.weights.add(source.name)
         for op in traced.ops:
             _step(op, walk)
-        return Factored(traced, walk.values, tuple(walk.contractions), tuple(walk.unknown))
+        literals = tuple(walk.literals)
+        return Factored(traced, walk.values, tuple(walk.contractions), tuple(walk.unknown), literals)
 
 
 def _step(op: Op, walk: Walk) -> None:
@@ -87,24 +84,15 @@ def _step(op: Op, walk: Walk) -> None:
     if rule is None:
         walk.unknown.append((op.target, op.where))
         rule = unsupported
-    result = rule(op, walk)
-    if op.mutates:
-        _block_views(op, walk)
-    if not _fits(op, result):  # called in a way its rule does not know: nothing it touches is cut
+    try:
+        result = rule(op, walk)
+        fits = _fits(op, result)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        fits = False  # a call that its rule does not foresee must not end the planning
+    if not fits:  # called in a way its rule does not know: nothing it touches is cut
         walk.unknown.append((f"{op.target}.{op.overload}", op.where))
         result = unsupported(op, walk)
     walk.values[op.name] = result
-    if op.target in _VIEWS:
-        walk.views.add(op.name)
-
-
-def _block_views(op: Op, walk: Walk) -> None:
-    """Forbid cutting what is written in place through a view: later readers see the base, not the result."""
-    for name in op.mutates:
-        target = op.arguments.get(name)
-        if isinstance(target, Ref) and target.name in walk.views:
-            for dim in walk.dims(target):
-                walk.block(dim, "it is written in place through a view")
 
 
 def _fits(op: Op, result: Result) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,16 @@ from torch import Tensor, nn
 
 from autoshard.errors import TraceError
 from autoshard.ir import Meta, Op, Traced
+from autoshard.nested import set_integer
 from autoshard.passes.cut import Cut
 from autoshard.passes.factors import count, local_size
-from autoshard.passes.place import Placed
+from autoshard.passes.literals import numbers_of, wrong_number
+from autoshard.passes.rules import Literal
+from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
 from autoshard.paths import split, update
 from autoshard.plans import Refusal
+from autoshard.rewrite.functions import install
 
 _MARK = "autoshard.made_whole"
 
@@ -48,11 +52,9 @@ class Localise:
 
     Attributes:
         given: the example inputs the model was traced with, or None.
-        settings: attributes that are set before the share is traced, by ``(module, attribute)``.
     """
 
     given: Any = None
-    settings: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     def run(self, model: nn.Module, placed: Placed) -> Mapping[str, Refusal]:
         """Return the cuts, by key, that the code does not follow, each with the line that forbids it."""
@@ -60,9 +62,7 @@ class Localise:
             return {}
         expected = placed.chosen.factored.traced
         try:
-            share = Trace(
-                self.given, self._shapes(placed), partial(_prepare, placed, self.settings), self._gather(placed)
-            )
+            share = Trace(self.given, self._shapes(placed), partial(_prepare, placed), self._gather(placed))
             got = share.run(model)
         except TraceError as error:
             return _blame_line(placed, error)
@@ -70,20 +70,19 @@ class Localise:
 
     def _shapes(self, placed: Placed) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
-        for tensor in placed.chosen.factored.traced.parameters:
-            for cut in placed.chosen.cuts:
-                dim = cut.tensors.get(tensor.fqn)
-                if dim is not None:
-                    shape = list(tensor.meta.shape)
-                    shape[dim] //= placed.chosen.degree
-                    shapes[tensor.fqn] = tuple(shape)
+        chosen = placed.chosen
+        for tensor in (*chosen.factored.traced.parameters, *chosen.factored.traced.buffers):
+            if tensor.fqn in chosen.divisions and tensor.value:
+                cut = chosen.leaves_in(tensor.value)
+                dims = chosen.factored.single(tensor.value)
+                shapes[tensor.fqn] = tuple(local_size(dim, cut, chosen.ways) for dim in dims)
         return shapes
 
     def _gather(self, placed: Placed) -> Any:
         gathers: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         metas = placed.chosen.factored.traced.metas()
         for c in placed.conversions:
-            if c.kind.startswith("S("):
+            if c.kind.startswith("S(") and c.side == "outputs":
                 dim = int(c.kind[2 : c.kind.index(")")])
                 gathers[c.fqn][c.path] = (dim, metas[c.value].shape[dim])
 
@@ -97,18 +96,29 @@ class Localise:
         return after
 
 
-def _prepare(placed: Placed, settings: Mapping[tuple[str, str], int], twin: nn.Module) -> None:
+def _prepare(placed: Placed, twin: nn.Module) -> None:
     """Do to the twin what the executor will do to the model.
 
     A row-cut table takes local row numbers: its padding row, a global one, is the executor's business.
     """
     modules = dict(twin.named_modules())
-    for (fqn, name), value in settings.items():
+    for (fqn, name), value in placed.settings.items():
         if fqn in modules:
-            setattr(modules[fqn], name, value)
+            set_integer(modules[fqn], name, value)
+    for fqn, rewrites in placed.rewrites.items():
+        if fqn in modules:
+            install(modules[fqn], rewrites, partial(_stand_in, placed.chosen.degree))
     for fqn in placed.lookups:
         if getattr(modules.get(fqn), "padding_idx", None) is not None:
             modules[fqn].padding_idx = None
+
+
+def _stand_in(degree: int, kind: str, value: Tensor, share: str | None = None) -> Tensor:
+    """What ``convert`` means in a trace: only a gather changes a shape."""
+    if not kind.startswith("S("):
+        return value
+    dim = int(kind[2 : kind.index(")")])
+    return _made_whole(value, dim, value.shape[dim] * degree)  # type: ignore[no-any-return]
 
 
 def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:
@@ -118,29 +128,35 @@ def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:
     names = {name for op in ops for name in [op.name, *op.refs()]}
     cuts = [cut for cut in placed.chosen.cuts if any(value in names for value, _ in cut.touched)]
     why = f"the code has a literal size that does not follow the cut ({error.got})"
-    return {cut.key: Refusal(next(iter(cut.tensors)), where, why) for cut in cuts or placed.chosen.cuts}
+    return {cut.key: Refusal(next(iter(cut.divisions)), where, why) for cut in cuts or placed.chosen.cuts}
 
 
 def _compare(placed: Placed, expected: Traced, got: Traced) -> dict[str, Refusal]:
     refused: dict[str, Refusal] = {}
     local = [op for op in got.ops if op.target != _MARK]
     names: dict[str, str] = {}
+    numbers = numbers_of(got)
+    literals: dict[str, list[Literal]] = defaultdict(list)
+    for literal in placed.chosen.factored.literals:
+        literals[literal.op].append(literal)
     for want, have in zip(expected.ops, local, strict=False):
         names[want.name] = have.name
-        problem = _difference(placed, want, have)
+        problem = _difference(placed, want, have, literals[want.name], numbers)
         if problem is None:
             continue
         for cut in _touching(placed, want):
-            refused.setdefault(cut.key, Refusal(next(iter(cut.tensors)), want.where, problem))
+            refused.setdefault(cut.key, Refusal(next(iter(cut.divisions)), want.where, problem))
         if want.target != have.target:
             break
     if not refused and len(expected.ops) != len(local):
         why = f"the code takes another path on a rank's share ({len(local)} ops instead of {len(expected.ops)})"
-        refused = {cut.key: Refusal(next(iter(cut.tensors)), "", why) for cut in placed.chosen.cuts}
+        refused = {cut.key: Refusal(next(iter(cut.divisions)), "", why) for cut in placed.chosen.cuts}
     return refused
 
 
-def _difference(placed: Placed, want: Op, have: Op) -> str | None:
+def _difference(
+    placed: Placed, want: Op, have: Op, literals: list[Literal], numbers: Mapping[str, tuple[int, ...]]
+) -> str | None:
     if want.target != have.target:
         return f"the code runs {have.target} instead of {want.target} on a rank's share"
     needed = _local_shapes(placed, want)
@@ -148,10 +164,8 @@ def _difference(placed: Placed, want: Op, have: Op) -> str | None:
     for need, shape in zip(needed, shapes, strict=False):
         if need != shape:
             return f"a literal size in the code does not follow the cut: {_show(shape)}, needed {_show(need)}"
-    for name, value in want.arguments.items():
-        if isinstance(value, float) and value != have.arguments.get(name):
-            return f"a number in the code follows the cut: {have.arguments.get(name)} instead of {value}"
-    return None
+    chosen = placed.chosen
+    return wrong_number(literals, want, have, numbers, chosen.leaves_in(want.name), chosen.ways)
 
 
 def _local_shapes(placed: Placed, op: Op) -> list[tuple[int, ...] | None]:
@@ -163,13 +177,9 @@ def _local_shapes(placed: Placed, op: Op) -> list[tuple[int, ...] | None]:
             shapes.append(meta.shape if meta else None)
             continue
         # a value that is gathered is compared as its maker leaves it: cut
-        cut = chosen.inner | (chosen.gathered if _made_cut(placed, op.name) else frozenset())
-        shapes.append(tuple(local_size(dim, cut, chosen.degree) for dim in tensors[number]))
+        cut = chosen.leaves_in(op.name)
+        shapes.append(tuple(local_size(dim, cut, chosen.ways) for dim in tensors[number]))
     return shapes
-
-
-def _made_cut(placed: Placed, value: str) -> bool:
-    return any(cut.gathered and (value, 0) in cut.touched for cut in placed.chosen.cuts)
 
 
 def _touching(placed: Placed, op: Op) -> list[Cut]:
@@ -177,6 +187,10 @@ def _touching(placed: Placed, op: Op) -> list[Cut]:
     values = [op.name, *op.refs()]
     found = []
     for cut in placed.chosen.cuts:
+        if cut.gathered:
+            if any(value in values for value, _ in cut.touched):
+                found.append(cut)
+            continue
         dims = [d for v in values for t in placed.chosen.factored.tensors(v) for d in t]
         if any(count(dim, cut.leaves) for dim in dims):
             found.append(cut)

@@ -1,0 +1,268 @@
+"""The states of values, op by op, in one forward walk: what becomes cut, or partial, or V."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from autoshard.ir import Call, Meta, Op, Ref
+from autoshard.passes.cut import Chosen
+from autoshard.passes.factors import Factor, count
+from autoshard.passes.rules import ADDING, HOMOGENEOUS, SHAPED, VIEWS
+from autoshard.passes.rules.opaque import OPAQUE
+from autoshard.passes.states import Refused, State
+
+_ZEROS = frozenset(["aten.zeros", "aten.zeros_like", "aten.new_zeros"])
+
+
+class Flow:
+    """The graph with the states that chosen cuts give its values.
+
+    Attributes:
+        states: per value.
+        edges: per whole value, the ops in regions that read it: its gradient is partial along these.
+        first_rank: biases that are added to a partial sum.
+        origins: the ops whose sums a partial sum is made of, by value.
+    """
+
+    def __init__(self, chosen: Chosen) -> None:
+        self.chosen = chosen
+        self.factored = chosen.factored
+        self.traced = chosen.factored.traced
+        self.live = {place for cut in chosen.cuts for place in cut.touched}
+        self.calls: dict[int, Call] = {call.id: call for call in self.traced.calls}
+        self.metas = self.traced.metas()
+        self.ops = {op.name: op for op in self.traced.ops}
+        self.order = {name: i for i, name in enumerate(s.name for s in self.traced.sources)}
+        self.order |= {op.name: len(self.order) + i for i, op in enumerate(self.traced.ops)}
+        self.returned = {o.value for o in self.traced.outputs if not o.state}
+        self.users: dict[str, list[Op]] = defaultdict(list)
+        self.parameter_of: dict[str, str] = {s.name: s.fqn for s in self.traced.sources if s.kind == "parameter"}
+        self.contracting: dict[str, list[tuple[Factor, str]]] = defaultdict(list)
+        for item in self.factored.contractions:
+            self.contracting[item.op].append((item.factor, item.kind))
+        for op in self.traced.ops:
+            for name in dict.fromkeys(op.refs()):
+                self.users[name].append(op)
+        self.states: dict[str, State] = {}
+        self.trainable: dict[str, bool] = {}
+        self.weights: set[str] = set()
+        self.edges: dict[str, list[Op]] = defaultdict(list)
+        self.first_rank: dict[str, set[str]] = defaultdict(set)
+        self.origins: dict[str, set[str]] = {}
+        self._bias_of: dict[str, str] = {}
+        self._zeros: set[str] = set()
+        self._root: dict[str, str] = {}
+        self._aliases: dict[str, list[str]] = defaultdict(list)
+
+    def start(self) -> None:
+        """Give the sources their states."""
+        for source in self.traced.sources:
+            cut = (source.name, 0) in self.live
+            self.states[source.name] = State.S if cut else State.R
+            is_float = source.meta is not None and source.meta.is_float
+            self.trainable[source.name] = is_float and (source.trainable or source.kind == "input")
+            if source.kind != "input":
+                self.weights.add(source.name)
+            if source.kind == "parameter":
+                self._bias_of[source.name] = source.fqn
+
+    def step(self, op: Op) -> None:
+        """Give the result of ``op`` its state.
+
+        Raises:
+            Refused: the op cannot work on what its operands are.
+        """
+        refs = list(dict.fromkeys(op.refs()))
+        self._note(op, refs)
+        states = {name: self.states[name] for name in refs}
+        if op.target == OPAQUE:
+            if set(states.values()) - {State.R}:
+                raise Refused(op, str(op.arguments["why"]), self._sums(states))
+            self.states[op.name] = State.R
+        elif op.target in SHAPED:
+            self.states[op.name] = State.S if self.is_cut(op.name) else State.R
+        elif self.contracts(op):
+            self._partial(op, states)
+        elif State.P in states.values():
+            self._pass_partial(op, states)
+        elif set(states.values()) <= {State.R} and not self.is_cut(op.name):
+            self.states[op.name] = State.R
+        else:
+            for name, state in states.items():
+                if state is State.R:
+                    self.edge(op, name)
+            self.states[op.name] = State.S if self.is_cut(op.name) else State.V
+        for name in op.mutates:
+            target = op.arguments.get(name)
+            if isinstance(target, Ref):
+                self._write(op, target.name)
+
+    def _note(self, op: Op, refs: list[str]) -> None:
+        """Note what the result is beside its state: of weights only, taking a gradient, zero, a view."""
+        if refs and all(name in self.weights for name in refs):
+            self.weights.add(op.name)
+        result = op.result if isinstance(op.result, Meta) else None
+        is_float = result.is_float if result else any(m is not None and m.is_float for m in _many(op))
+        self.trainable[op.name] = is_float and not op.no_grad and any(self.trainable.get(n) for n in refs)
+        if op.target == "aten.detach" or op.target in SHAPED:
+            self.trainable[op.name] = False
+        floats = [name for name in refs if self.is_float(name)]
+        if len(floats) == 1 and floats[0] in self._bias_of and op.target in HOMOGENEOUS:
+            self._bias_of[op.name] = self._bias_of[floats[0]]
+        viewed = op.arguments.get("self") if op.target in VIEWS else op.arguments.get("0")
+        if isinstance(viewed, Ref) and (op.target in VIEWS or op.target == "getitem"):
+            self._alias(op.name, viewed.name)
+            if viewed.name in self._zeros:
+                self._zeros.add(op.name)
+        if op.target in _ZEROS:
+            self._zeros.add(op.name)
+
+    def _alias(self, value: str, base: str) -> None:
+        root = self._root.get(base, base)
+        self._root[value] = root
+        self._aliases[root].append(value)
+
+    def _write(self, op: Op, target: str) -> None:
+        """What is written in place is read through the base and its other views too: they take the state."""
+        root = self._root.get(target, target)
+        self._alias(op.name, root)
+        state = self.states[op.name]
+        if state is State.R:
+            return
+        source = root not in self.ops
+        if source and state is not State.V:
+            raise Refused(op, "a rank's share would be written into a tensor of the model")
+        for name in () if source else [root, *self._aliases[root]]:
+            self._zeros.discard(name)
+            self.trainable[name] = self.trainable[name] or self.trainable[op.name]
+            if state is State.P:
+                if self.states[name] is State.S:
+                    raise Refused(op, "a partial sum would be written into a cut tensor", [name])
+                self.states[name] = State.P
+                self.origins[name] = self.origins.get(name, set()) | self.origins[op.name]
+            elif self.states[name] is State.R:
+                self.states[name] = State.S if self.is_cut(name) else State.V
+
+    def is_cut(self, value: str) -> bool:
+        """Whether a value holds a cut dim."""
+        return any((value, number) in self.live for number in range(max(1, len(self.factored.tensors(value)))))
+
+    def is_float(self, name: str) -> bool:
+        """Whether a value is a floating-point tensor."""
+        meta = self.metas.get(name)
+        return meta is not None and meta.is_float
+
+    def contracts(self, op: Op) -> list[str]:
+        """Return the kinds of the cut contractions of an op."""
+        found = []
+        for factor, kind in self.contracting.get(op.name, ()):
+            gathered = frozenset[Factor]()
+            if kind == "lookup":
+                gathered = gathered.union(*(self.chosen.gathered_in(name) for name in op.refs()))
+            if count(factor, self.chosen.inner | gathered):
+                found.append(kind)
+        return found
+
+    def edge(self, op: Op, name: str) -> None:
+        """Note that a whole value is used on the ranks' shares: its gradient is partial along this edge."""
+        if self.trainable.get(name) and all(known is not op for known in self.edges[name]):
+            self.edges[name].append(op)
+
+    # ---- partial sums
+    def _partial(self, op: Op, states: Mapping[str, State]) -> None:
+        """A contraction over a cut factor: each rank has a partial sum."""
+        if State.P in states.values():
+            made = {o for name, state in states.items() if state is State.P for o in self.origins[name]}
+            raise Refused(op, "a partial sum would enter another sum", self._sums(states), sums=made)
+        for name in states:
+            if states[name] in (State.S, State.V) or not self.is_float(name):
+                continue
+            if name not in self.parameter_of:
+                raise Refused(op, "a whole value would be added to a partial sum")
+            self.first_rank[self.parameter_of[name]].add(op.name)
+        self.states[op.name] = State.P
+        self.origins[op.name] = {op.name}
+
+    def _pass_partial(self, op: Op, states: Mapping[str, State]) -> None:
+        partial = [name for name, state in states.items() if state is State.P]
+        others = [name for name in states if states[name] is not State.P and self.is_float(name)]
+        self.origins[op.name] = {o for name in partial for o in self.origins[name]}
+        self.states[op.name] = State.P
+        if any(states[name] is State.S for name in others):
+            raise self._needs_sum(op, states)
+        divides = op.target == "aten.div" and op.arguments.get("self") != Ref(partial[0])
+        if op.target in HOMOGENEOUS and not divides and op.refs().count(partial[0]) == len(partial) == 1:
+            for name in others:
+                self.edge(op, name)
+            return
+        number = "other" in op.arguments and not isinstance(op.arguments["other"], Ref)  # P + 1 would count tp times
+        if op.target not in ADDING or number:
+            raise self._needs_sum(op, states)
+        for name in others:
+            if name in self._bias_of and states[name] is State.R:
+                self.first_rank[self._bias_of[name]].add(op.name)
+            elif name not in self._zeros:
+                raise self._needs_sum(op, states)
+
+    def _sums(self, states: Mapping[str, State]) -> list[str]:
+        """Return the ops and operands of the sums that partial operands are made of."""
+        made = {o for name, state in states.items() if state is State.P for o in self.origins[name]}
+        return [*sorted(made), *(ref for o in sorted(made) for ref in self.ops[o].refs())]
+
+    def _needs_sum(self, op: Op, states: Mapping[str, State]) -> Refused:
+        what = op.target.split(".")[-1]
+        made = {o for name, state in states.items() if state is State.P for o in self.origins[name]}
+        refused = Refused(op, f"{what} needs the whole sum, inside the module's own code", sums=made)
+        refused.values = self._sums(states)  # not the cuts of this op's other operands
+        return refused
+
+    # ---- parameters
+    def grad_sums(self) -> dict[str, str]:
+        """Return the whole parameters all of whose uses are in regions, with the reason.
+
+        Raises:
+            Refused: one is used on whole values too, or a bias of a partial sum elsewhere.
+        """
+        found: dict[str, str] = {}
+        for value, fqn in self.parameter_of.items():
+            if fqn in self.first_rank:
+                self._check_first_rank(value, fqn)
+                continue
+            inside, outside = self._uses(value)
+            if inside and outside:
+                raise Refused(inside[0], f"{fqn} is used both on whole values and on the ranks' shares")
+            if inside:
+                where = f" ({inside[0].where})" if inside[0].where else ""
+                found[fqn] = f"it works on each rank's share, so its gradient is partial{where}"
+        return found
+
+    def _check_first_rank(self, value: str, fqn: str) -> None:
+        pending = [value]
+        while pending:
+            for user in self.users[pending.pop()]:
+                if user.name in self.first_rank[fqn]:
+                    continue
+                if self._bias_of.get(user.name) != fqn:
+                    raise Refused(user, f"{fqn} is a bias of a partial sum and used elsewhere too")
+                pending.append(user.name)
+
+    def _uses(self, value: str) -> tuple[list[Op], list[Op]]:
+        """Return the ops that use a weight on shares, and those that use it on whole values."""
+        inside = list(self.edges.get(value, ()))
+        outside: list[Op] = []
+        names = {op.name for op in inside}
+        for op in self.users[value]:
+            if op.name in names:
+                continue
+            if op.name in self.weights:
+                more_inside, more_outside = self._uses(op.name)
+                inside += more_inside
+                outside += more_outside
+            elif op.target not in SHAPED:
+                outside.append(op)
+        return inside, outside
+
+
+def _many(op: Op) -> list[Meta | None]:
+    return list(op.result) if isinstance(op.result, tuple) else []
