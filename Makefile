@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint type unit golden clean
+.PHONY: demo test lint type unit golden zoo clean
 
 demo: $(VENV)/stamp
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,10 @@ unit: $(VENV)/stamp
 # rewrite the texts in tests/golden, to be reviewed as a diff
 golden: $(VENV)/stamp
 	ACCEPT_GOLDEN=1 $(BIN)/pytest -k golden
+
+# plan and prove every transformers type that can be built tiny: about an hour; a broken run goes on where it stopped
+zoo: $(VENV)/stamp
+	$(BIN)/python benchmarks/zoo.py --write
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 """Hold each of transformers' hand-written tp plans against its own model: ``python benchmarks/hand_plans.py --write``.
 
 Every type that has a plan is built tiny, from its config class; its ``model.tp_plan`` is verified at tp=2, all ranks
-simulated. A child process does the work, one type at a time with a time-out. What is done is kept in ``--results``,
-so that a broken run goes on where it stopped. ``--gloo`` repeats a sample on two real processes.
+simulated, in a process for each type, with a time-out. What is done is kept in
+``--results``, so that a broken run goes on where it stopped. ``--gloo`` repeats a sample on two real processes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import argparse
 import itertools
 import json
 import logging
-import multiprocessing
-import sys
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+import torch
+from page import ROOT
+from zoo.children import answers
+from zoo.classes import plan_types
+from zoo.tiny import tiny
+
+import autoshard
+from autoshard.errors import AutoshardError
 
 #: Right ones of every kind (dense, fused, experts, latent attention, sinks, vision), and wrong ones that run.
 SAMPLE = """
@@ -36,16 +38,17 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write docs/hand_plans.md")
     parser.add_argument("--gloo", action="store_true", help="repeat the sample on two gloo processes")
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one type")
+    parser.add_argument("--workers", type=int, default=1, help="processes at once")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "hand_plans.jsonl")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    from zoo.classes import plan_types
-
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
     done = {**_read(options.results)}
     waiting = [t for t in options.types or plan_types() if options.types or ("simulated", t) not in done]
     sample = [t for t in SAMPLE if options.gloo and ("gloo", t) not in done]
     with options.results.open("a") as file:
-        for row in itertools.chain(_simulate(waiting, options.timeout), _on_gloo(sample)):
+        for row in itertools.chain(_simulate(waiting, options.timeout, options.workers), _on_gloo(sample)):
             done[row["how"], row["type"]] = row
             file.write(json.dumps(row) + "\n")
             file.flush()
@@ -67,48 +70,14 @@ def _on_gloo(types: list[str]) -> Iterator[dict[str, Any]]:
     yield from ({"how": "gloo", **row} for row in (on_processes(types) if types else ()))
 
 
-def _simulate(types: list[str], timeout: float) -> Iterator[dict[str, Any]]:
-    """Yield the row of each type; a child that takes too long, or dies, is replaced."""
-    context = multiprocessing.get_context("spawn")
-    child = None
-    for model_type in types:
-        if child is None:
-            ours, theirs = context.Pipe()
-            child = context.Process(target=_serve, args=(theirs,))
-            child.start()
-            theirs.close()
-        start = time.perf_counter()
-        ours.send(model_type)
-        try:
-            row = ours.recv() if ours.poll(timeout) else {"verdict": "time-out"}
-        except EOFError:
-            row = {"verdict": "died"}
-        if row["verdict"] in ("time-out", "died"):
-            child.kill()
-            child = None
-        seconds = round(time.perf_counter() - start, 1)
-        yield {"how": "simulated", "type": model_type, "culprits": [], **row, "seconds": seconds}
-    if child is not None:
-        ours.send(None)
-        child.join()
-
-
-def _serve(types: Connection) -> None:
-    """Verify what is sent, until None."""
-    import torch
-
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    while (model_type := types.recv()) is not None:
-        types.send(_verified(model_type))
+def _simulate(types: list[str], timeout: float, workers: int) -> Iterator[dict[str, Any]]:
+    """Yield the row of each type, each from a process of its own."""
+    for answer in answers(types, _verified, workers=workers, timeout=timeout) if types else ():
+        row = answer.value if answer.fate == "answered" else {"verdict": answer.fate}
+        yield {"how": "simulated", "type": answer.job, "culprits": [], **row, "seconds": answer.seconds}
 
 
 def _verified(model_type: str) -> dict[str, Any]:
-    from zoo.tiny import tiny
-
-    import autoshard
-    from autoshard.errors import AutoshardError
-
     model, inputs = tiny(model_type)
     try:
         proof = autoshard.verify(model, model.tp_plan, tp=2, example_inputs=inputs)
