@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.layout import NAME_WIDTH, columns, name_cell, section
-from autoshard.plans import ModulePlan, Plan, TensorPlan
+from autoshard.plans import ModulePlan, Plan, TensorPlan, unfold
 from autoshard.words import fold_names, human_bytes
 
 _Clauses = tuple[str, ...]
@@ -93,6 +93,7 @@ def _facts(plan: Plan) -> dict[str, dict[str, _Clauses]]:
         "parameters": {name: tuple(_tensor(tensor)) for name, tensor in plan.parameters.items()},
         "buffers": {name: tuple(_tensor(tensor)) for name, tensor in plan.buffers.items()},
         "modules": {name: tuple(_module(name, module)) for name, module in plan.module_plans()},
+        "replaced in place": {name or "(root)": (one.kind,) for one in plan.replacements for name in unfold(one.fqn)},
         "FSDP units": {name or "(root)": ("a unit",) for name in plan.unit_modules()},
     }
 
@@ -116,6 +117,8 @@ def _tensor(tensor: TensorPlan) -> Iterator[str]:
         yield f"gradient{rows} summed over {tensor.grad_sum.ranks} tp ranks"
     if tensor.read != "local":
         yield f"read {tensor.read}"
+    if tensor.slices is not None:
+        yield f"slices of dim {tensor.slice_dim} {list(tensor.slices)}"
     yield "trained" if tensor.trainable else "frozen"
     if tensor.tied_to is not None:
         yield f"tied to {tensor.tied_to}"
@@ -132,6 +135,10 @@ def _module(fqn: str, module: ModulePlan) -> Iterator[str]:
         yield f"row numbers in {module.lookup}"
     for name, value in module.attributes.items():
         yield f"{name} = {value}"
+    for one in module.rewrites:
+        yield f"rewritten {one}"
+    if module.draws:
+        yield f"draws {module.draws}"
 
 
 def _pairs(pairs: Mapping[str, str], prefix: str) -> Iterator[str]:

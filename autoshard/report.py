@@ -23,6 +23,7 @@ def render(plan: Plan) -> RenderableType:
     return Group(
         *_headline(plan),
         *modules(plan),
+        *_replacements(plan),
         *_gradient_sums(plan),
         *_left_whole(plan),
         *_units(plan),
@@ -73,6 +74,15 @@ def _without_tp(plan: Plan) -> str:
     if plan.mesh.dp_shard > 1:
         return f"parameters are sharded over dp_shard={plan.mesh.dp_shard} only"
     return "each rank holds the whole model"
+
+
+def _replacements(plan: Plan) -> Iterator[RenderableType]:
+    """Modules of torch that are replaced, by reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for one in plan.replacements:
+        groups.setdefault((one.kind, one.why), []).append(one.fqn or "(root)")
+    if groups:
+        yield section("Replaced in place by an equivalent with the same parameters", columns(reasoned(groups), "nl"))
 
 
 def _gradient_sums(plan: Plan) -> Iterator[RenderableType]:

@@ -15,7 +15,9 @@ _LEGEND = "R whole, V whole with a partial gradient, S(d) cut on dim d, P a part
 
 def modules(plan: Plan) -> Iterator[RenderableType]:
     """Yield the table of modules, or nothing; modules with one decision share a row, layers are folded."""
-    cut = {name: one for name, one in {**plan.parameters, **plan.buffers}.items() if one.tp_dim is not None}
+    cut = {
+        name: one for name, one in {**plan.parameters, **plan.buffers}.items() if one.tp_dim is not None or one.slices
+    }
     owned: dict[str, list[str]] = {}
     for name in cut:
         owned.setdefault(name.rpartition(".")[0], []).append(name)
@@ -32,7 +34,9 @@ def modules(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _cut(name: str, tensor: TensorPlan) -> str:
-    """Say how one tensor is cut, such as ``weight dim 0``."""
+    """Say how one tensor is cut, such as ``weight dim 0``; or what a rank sees of one that is whole."""
+    if tensor.slices:
+        return f"{name.rpartition('.')[2]} dim {tensor.slice_dim} read in {len(tensor.slices)} slices"
     text = f"{name.rpartition('.')[2]} dim {tensor.tp_dim}"
     if tensor.tp_parts is not None:
         text += f" in {len(tensor.tp_parts)} parts"
@@ -45,6 +49,10 @@ def _conversions(module: ModulePlan) -> Iterator[str]:
         yield f"row numbers in {module.lookup}"
     for name, value in module.attributes.items():
         yield f"{name} = {value}"
+    for one in module.rewrites:
+        yield f"rewritten {one}"
+    if module.draws:
+        yield f"draws {module.draws.replace('_', ' ')}"
     for name, conversion in module.inputs.items():
         yield f"{name}: {conversion}" + (" (shared)" if name in module.share else "")
     for path, conversion in module.outputs.items():

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from models import build, logits_of, token_loss
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from autoshard._torch import local_part
 from autoshard.api import parallelize
 from autoshard.executor.execute import set_gradient_sync
 from autoshard.executor.whole import full_gradients, full_parameters
@@ -117,5 +119,5 @@ def training(name: str, data: dict[str, Any], flags: dict[str, bool]) -> dict[st
 
 
 def _bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from replace_models import Language, Translation
+from rewritten import Nano
 from torch import Tensor, nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -112,6 +114,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": lambda: hf("Qwen3"),
     "mistral": lambda: hf("Mistral"),
     "gemma2": lambda: hf("Gemma2"),
+    "torch encoder": Language,
+    "torch transformer": Translation,
+    "nano": Nano,
 }
 
 

@@ -1,16 +1,16 @@
 """Apply a plan to a live model: the one place that calls ``parallelize_module`` and ``fully_shard``.
 
 Order: check everything; agree over ranks; equal values; optimizers let go; tensor parallelism; checkpointing and
-compilation of blocks; FSDP, innermost units first; optimizers take up the new parameters. Until the ranks have agreed
-nothing has changed. A failure after that leaves a model that raises ``Unusable``: the originals are not kept, memory
-matters more.
+compilation of blocks; FSDP, innermost units first; random generators; optimizers take up the new parameters. Until
+the ranks have agreed nothing has changed. A failure after that leaves a model that raises ``Unusable``: the originals
+are not kept, memory matters more.
 """
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -22,16 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from autoshard import replace
 from autoshard.errors import InvalidArgument, NotDistributed, Unusable
 from autoshard.executor.agree import Unanimous, equalise, gather
 from autoshard.executor.checks import MARK, check
 from autoshard.executor.collectives import Axis
+from autoshard.executor.drawing import one_stream
 from autoshard.executor.gradsum import Sync, UnitSums
+from autoshard.executor.loading import hold_in_parts
 from autoshard.executor.match import buffer_plans, parameter_plans
 from autoshard.executor.scalars import replicate_scalars
 from autoshard.executor.settings import check_attributes, set_attributes
 from autoshard.executor.share import Slot, common_parent
-from autoshard.executor.styles import ModuleStyle, Placed
+from autoshard.executor.styles import InsideCode, ModuleStyle, Placed
 from autoshard.executor.training import PLAIN, Training
 from autoshard.executor.units import Units, shard
 from autoshard.executor.watch import watch
@@ -74,7 +77,6 @@ def apply(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     *,
     training: Training = PLAIN,
-    simulation: bool = False,
     leave: Collection[str] = (),
 ) -> nn.Module:
     """Apply ``plan`` to ``model`` in place and return it. Every rank calls this.
@@ -85,7 +87,6 @@ def apply(
         mesh: what ``make_mesh(plan, ...)`` returns.
         optimizers: made on the model before; they are refilled with the new parameters, in place.
         training: how it will train.
-        simulation: whether the ranks are simulated: then parameters may be cut in parts.
         leave: names of modules that are not touched: other styles hold their parameters.
 
     Raises:
@@ -95,8 +96,9 @@ def apply(
         Unusable: it failed half-way, on this rank or another.
     """
     with Unanimous(plan, str(training)):
-        check(model, plan, mesh, simulation)
+        check(model, plan, mesh)
         check_attributes(model, plan)
+        replace.check(model, plan.replacements)
         training.check(model, plan, mesh)
         snapshot = _snapshot(model, optimizers, sharded=plan.mesh.world > 1 or training.uses_fsdp(plan))
     equalise(model, mesh.device_type)
@@ -109,7 +111,11 @@ def apply(
         training.prepare(model, plan, applied.sums)
         if training.uses_fsdp(plan):
             shard(model, plan, mesh, replicate_scalars(model, mesh), training.policies)
+        if plan.mesh.tp > 1:
+            hold_in_parts(model, plan, leave)
         watch(model, plan)
+        if plan.mesh.tp > 1:
+            one_stream(mesh)
         if snapshot is not None:
             snapshot.restore(model)
     return model
@@ -126,12 +132,14 @@ def _snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], sha
 def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     """Hold every parameter as a DTensor on the tp mesh, and convert at the boundaries."""
     mesh = applied.mesh[AXES[2]]
-    styles = {fqn: s for fqn, s in _styles(model, applied, Axis(mesh)).items() if fqn not in leave}
+    axis, slots = Axis(mesh), _slots(model, applied.plan)
+    styles = {fqn: s for fqn, s in _styles(model, applied, axis, slots).items() if fqn not in leave}
     # a token of a key is a pattern to torch: names are taken literally
     keys: dict[str, ParallelStyle] = {
         ".".join(glob.escape(step) for step in fqn.split(".")): style for fqn, style in styles.items()
     }
-    set_attributes(model, applied.plan)
+    replace.apply(model, applied.plan.replacements)
+    set_attributes(model, applied.plan, InsideCode(axis, slots))
     parallelize_module(model, mesh, keys, src_data_rank=None)
     used = [sums for sums in {id(style.sums): style.sums for style in styles.values()}.values() if sums.owners]
     for sums in used:
@@ -142,12 +150,15 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
         model.register_forward_hook(applied.settle)
 
 
-def _styles(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, ModuleStyle]:
-    plan = applied.plan
+def _boundaries(model: nn.Module, plan: Plan) -> dict[str, ModulePlan]:
     first_names = {id(module): name for name, module in model.named_modules()}
-    boundaries = {first_names[id(model.get_submodule(fqn))]: boundary for fqn, boundary in plan.module_plans()}
+    return {first_names[id(model.get_submodule(fqn))]: boundary for fqn, boundary in plan.module_plans()}
+
+
+def _styles(model: nn.Module, applied: Applied, axis: Axis, slots: Mapping[str, Slot]) -> dict[str, ModuleStyle]:
+    plan = applied.plan
+    boundaries, placed = _boundaries(model, plan), Placed()
     parameters, buffers = parameter_plans(model, plan), buffer_plans(model, plan)
-    slots, placed = _slots(model, boundaries), Placed()
     sums = _sums(model, applied, axis)
     return {
         fqn: ModuleStyle(fqn, axis, parameters[fqn], buffers[fqn], boundaries.get(fqn), sums[fqn], slots, placed)
@@ -164,11 +175,12 @@ def _sums(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, UnitSums]
     return {fqn: made[homes[id(module)]] for fqn, module in model.named_modules()}
 
 
-def _slots(model: nn.Module, boundaries: dict[str, ModulePlan]) -> dict[str, Slot]:
+def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
     """Return the shared entries by name; each is emptied when its modules' common parent ends, and the model."""
     users: dict[str, list[str]] = {}
-    for fqn, boundary in boundaries.items():
-        for entry in boundary.share.values():
+    for fqn, boundary in _boundaries(model, plan).items():
+        inside = [one.share for one in boundary.rewrites if one.share is not None]
+        for entry in (*boundary.share.values(), *inside):
             users.setdefault(entry, []).append(fqn)
     slots = {entry: Slot() for entry in users}
     for entry, slot in slots.items():

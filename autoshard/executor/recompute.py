@@ -6,8 +6,7 @@ and FSDP's gathering, run once.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard._torch import SAVED_OPERATORS
+from autoshard.executor.forward import Forward
 from autoshard.executor.gradsum import Reads, UnitSums
 
 MODES = ("none", "selective", "full")
@@ -30,40 +30,26 @@ def recompute(module: nn.Module, mode: str, sums: Sequence[UnitSums] = ()) -> No
         mode: ``"selective"`` keeps the results of matmuls and attention, ``"full"`` keeps the arguments only.
         sums: the gradient sums that parameters inside may be read through.
     """
-    module.__dict__["forward"] = Recomputed(module, module.__dict__.get("forward"), mode == "selective", sums)
+    Recomputed(module, mode == "selective", sums).install()
 
 
-class Recomputed:
+class Recomputed(Forward):
     """The forward of one module, run under ``torch.utils.checkpoint`` where gradients are wanted.
 
     Attributes:
-        module: the module.
-        own: a forward that the instance had instead of its class's, or None.
         selective: whether the results of matmuls and attention are kept.
         sums: the gradient sums that parameters inside may be read through.
     """
 
-    def __init__(
-        self, module: nn.Module, own: Callable[..., Any] | None, selective: bool, sums: Sequence[UnitSums]
-    ) -> None:
-        self.module = module
-        self.own = own
+    def __init__(self, module: nn.Module, selective: bool, sums: Sequence[UnitSums]) -> None:
+        super().__init__(module)
         self.selective = selective
         self.sums = sums
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._forward)
-
-    # a bound method would find this object again when it is unpickled
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        return self.own if self.own is not None else partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; arguments and answer are the module's own."""
         if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         # kwargs go in here: the forward may have an argument with the name of one of checkpoint's
         forward = partial(self._with_reads, self._reads(), kwargs)
         if self.selective:
@@ -80,7 +66,7 @@ class Recomputed:
         with ExitStack() as stack:
             for sums, reads in found:
                 stack.enter_context(sums.again(reads))
-            return self._forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
 
 
 def _selective_contexts() -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +19,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from autoshard._torch import lift, local_part, spec_of, wrap
 from autoshard.executor.aliases import own_lists
-from autoshard.executor.collectives import Axis, Conversion, take_parts, take_slice
+from autoshard.executor.collectives import Axis, Conversion, take_parts
+from autoshard.executor.drawing import draw
 from autoshard.executor.gradsum import UnitSums
 from autoshard.executor.held import Held, hold
+from autoshard.executor.loading import CutBuffer
 from autoshard.executor.lookup import RowCutTable
 from autoshard.executor.share import Slot
+from autoshard.executor.slices import view_of
 from autoshard.paths import Argument, split, update
 from autoshard.plans import ModulePlan, TensorPlan
 
@@ -66,12 +70,18 @@ class ModuleStyle(ParallelStyle):
             helds[name] = Held(self.axis, device_mesh, on_first_rank=plan.read == "first_rank")
             if plan.grad_sum is not None:
                 helds[name].sums, helds[name].index = self.sums, self.sums.add(module, name)
+            helds[name].in_parts = plan.tp_parts is not None
+            if plan.slices is not None and plan.slice_dim is not None:
+                helds[name].view = view_of(plan.slices, plan.slice_dim, self.axis)
         for name in [name for name, buffer in module._buffers.items() if buffer is not None]:
             self._place_buffer(module, name, self.buffers.get(name))
+            self._save_whole(module, name, self.buffers.get(name))
         if helds:
             hold(module, helds, lists)
         if self.boundary is not None:
             install(module, self.boundary, self.axis, self.slots, self.fqn)
+            if self.boundary.draws is not None:
+                draw(module, self.boundary.draws, self.axis)
         return module
 
     def _place_parameter(self, module: nn.Module, name: str, plan: TensorPlan) -> None:
@@ -87,15 +97,20 @@ class ModuleStyle(ParallelStyle):
         if id(old) not in self.placed.buffers:
             new = old if old.is_meta else old.to(self.axis.mesh.device_type)
             if plan is not None and plan.tp_dim is not None:
-                new = take_slice(new, self.axis.rank.to(new.device), self.axis.size, plan.tp_dim)
+                parts = plan.tp_parts or ((0, new.shape[plan.tp_dim]),)
+                new = take_parts(new, self.axis.rank.to(new.device), self.axis.size, plan.tp_dim, parts)
             self.placed.buffers[id(old)] = lift(new)
         module._buffers[name] = self.placed.buffers[id(old)]
+
+    def _save_whole(self, module: nn.Module, name: str, plan: TensorPlan | None) -> None:
+        if plan is not None and plan.tp_dim is not None and name not in module._non_persistent_buffers_set:
+            CutBuffer.of(name, plan, self.axis).install(module)
 
 
 def place(parameter: nn.Parameter, plan: TensorPlan, axis: Axis) -> nn.Parameter:
     """Return ``parameter`` as a DTensor on the tp mesh, cut as planned or whole; this rank's data, no messages.
 
-    One that is cut in parts holds the rank's slice of each part, laid end to end: gathering it permutes the parts.
+    One that is cut in parts holds the rank's slice of each part, laid end to end (see ``parts``).
     """
     dim = plan.tp_dim
     placement = Replicate() if dim is None else Shard(dim)
@@ -130,7 +145,7 @@ def install(module: nn.Module, plan: ModulePlan, axis: Axis, slots: Mapping[str,
         table = RowCutTable(module, plan.lookup, _num_rows(module), axis, fqn)
     for path, text in plan.outputs.items():
         conversion = Conversion.parse(text)
-        change = Converter(conversion, axis, table=table if conversion.kind == "P->R" else None)
+        change = Converter(conversion, axis, table=table if conversion.kind.startswith("P->") else None)
         boundary.outputs.append((split(path), change, f"{fqn or 'the model'}, answer {path}".rstrip()))
     if boundary.inputs:
         module.register_forward_pre_hook(boundary.enter, with_kwargs=True)
@@ -156,6 +171,21 @@ class Converter:
         if self.slot is not None:
             return self.slot.convert(value, self.conversion, self.axis)
         return self.conversion(value, self.axis)
+
+
+@dataclass(eq=False)
+class InsideCode:
+    """What ``convert`` does in the rewritten code of modules."""
+
+    axis: Axis
+    slots: Mapping[str, Slot]
+
+    def __call__(self, kind: str, value: Tensor, share: str | None = None) -> Tensor:
+        """Return ``value`` converted, as the text of a conversion says, through a shared entry if one is named."""
+        return Converter(_parsed(kind), self.axis, self.slots.get(share or ""))(value)
+
+
+_parsed = cache(Conversion.parse)
 
 
 @dataclass(eq=False)

@@ -32,11 +32,11 @@ class HandSubject:
         """Apply the rules: those with names first, and torch's styles to modules that no name concerns."""
         mesh = make_mesh(self.hand.plan, "cpu")
         if not self.hand.literal:
-            apply(model, self.hand.plan, mesh, simulation=True)
+            apply(model, self.hand.plan, mesh)
             return cuts_of(self.hand.plan)
         leave = _under(model, self.hand.literal)
         if self.hand.plan.modules or any(t.tp_dim is not None for t in self.hand.plan.parameters.values()):
-            apply(model, self.hand.plan, mesh, simulation=True, leave=leave)
+            apply(model, self.hand.plan, mesh, leave=leave)
         literally(model, mesh[AXES[2]], self.hand.literal)
         cuts = cuts_of(self.hand.plan)
         named = model.named_parameters(remove_duplicate=False)

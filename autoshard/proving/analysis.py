@@ -9,7 +9,7 @@ from torch import nn
 
 from autoshard.errors import AutoshardError
 from autoshard.passes.factorise import Factored, Factorise
-from autoshard.passes.place import Placed
+from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
 from autoshard.pipeline import Options, run
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from autoshard.errors import AutoshardError, InvalidArgument
 from autoshard.inputs import ExampleInputs
@@ -16,6 +17,7 @@ from autoshard.proving.double import Double
 from autoshard.proving.observe import Observed, observe
 from autoshard.proving.simulate import on_each_rank, simulated
 from autoshard.proving.subject import Cut, Subject
+from autoshard.proving.written import one_per_rank
 
 #: By output path, what the objective multiplies it with.
 Weights = dict[str, Tensor]
@@ -95,10 +97,12 @@ def run(
 ) -> list[Run]:
     """Run forward and backward on each case, gradients accumulated, and return what there was after each."""
     runs: list[Run] = []
-    for case, weights in zip(cases, weightings, strict=True):
-        with observe(model, read) as observed, Double():
+    for number, (case, weights) in enumerate(zip(cases, weightings, strict=True)):
+        with torch.random.fork_rng(devices=[]), observe(model, read) as observed, Double():
+            torch.manual_seed(number)  # what the forward draws, both models draw
             seen.append(observed)
-            answer = model(*case.args, **case.kwargs)
+            args, kwargs = tree_map_only(Tensor, one_per_rank, (case.args, case.kwargs))
+            answer = model(*args, **kwargs)
             found = {path: _whole(tensor) for path, tensor in tensors(answer) if tensor.is_floating_point()}
             _objective(found, weights).backward()
         outputs = {path: [t.clone() for t in read(tensor)] for path, tensor in found.items()}

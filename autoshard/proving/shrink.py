@@ -16,10 +16,10 @@ from torch import nn
 from autoshard.inputs import example_inputs
 from autoshard.passes.factorise import Factored
 from autoshard.passes.factors import Factor, find, leaves, narrowed
-from autoshard.passes.place import Placed
+from autoshard.passes.states import Placed
 from autoshard.plans import fold
 from autoshard.proving.replica import Shape, below
-from autoshard.proving.smaller import WHOLE, Smaller, follows, narrow_inputs
+from autoshard.proving.smaller import WHOLE, Smaller, bounds, follows, narrow_inputs
 from autoshard.twin import make_twin
 
 #: A table keeps at least this many rows, so that different tokens stay different.
@@ -78,17 +78,20 @@ def _one_by_one(
 
 def _smaller(factored: Factored, sizes: Mapping[Factor, int], dropped: frozenset[str], notes: list[str]) -> Smaller:
     shapes: dict[str, Shape] = {}
+    ends: dict[str, list[dict[int, int]]] = {}
     for tensor in (*factored.traced.parameters, *factored.traced.buffers):
         if tensor.value and not below(tensor.fqn, dropped):
-            shape = tuple(narrowed(dim, sizes) for dim in factored.single(tensor.value))
+            dims = factored.single(tensor.value)
+            shape = tuple(narrowed(dim, sizes) for dim in dims)
             if shape != tensor.meta.shape:
                 shapes[tensor.fqn] = shape
+                ends[tensor.fqn] = [bounds(dim, sizes) for dim in dims]
     narrower: dict[int, set[int]] = defaultdict(set)
     for leaf, size in sizes.items():
         if size != leaf.size:
             narrower[leaf.size].add(size)
     extents = [f"an extent of {old} is {' or '.join(map(str, sorted(new)))}" for old, new in sorted(narrower.items())]
-    return Smaller(shapes, dropped, (*extents, *notes), sizes)
+    return Smaller(shapes, dropped, (*extents, *notes), sizes, ends)
 
 
 def _cut_sizes(placed: Placed, tp: int, keep_rows: bool) -> dict[Factor, int]:

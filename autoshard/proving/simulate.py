@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autoshard.proving.written import OnePerRank
+
 #: Groups get their names from a counter; ones that start here collide with no live group's.
 _FIRST_GROUP = 1_000_000
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
@@ -34,7 +36,13 @@ def simulated(world: int) -> Iterator[None]:
     Raises:
         RuntimeError: torch's own, where the code inside branches on a value that differs between ranks.
     """
-    with torch.random.fork_rng(devices=[]), _live_group_aside(), _fake_group(world), LocalTensorMode(world):
+    with (
+        torch.random.fork_rng(devices=[]),
+        _live_group_aside(),
+        _fake_group(world),
+        LocalTensorMode(world),
+        OnePerRank(),
+    ):
         yield
 
 

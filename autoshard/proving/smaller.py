@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from autoshard.errors import AutoshardError
 from autoshard.inputs import ExampleInputs
 from autoshard.ir import Meta, Op, Traced
 from autoshard.passes.factorise import Factored
-from autoshard.passes.factors import Factor, narrowed
+from autoshard.passes.factors import Factor, find, narrowed, product
 from autoshard.passes.trace import Trace
 from autoshard.proving.replica import Shape, below, replicate
 
@@ -29,12 +29,14 @@ class Smaller:
         dropped: names of the modules that are left out.
         notes: one sentence for each thing that is smaller.
         sizes: the extents that are narrowed.
+        bounds: for each dim of a tensor in ``shapes``, where each part of it begins or ends, and where it does here.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     sizes: Mapping[Factor, int] = field(default_factory=dict)
+    bounds: Mapping[str, Sequence[Mapping[int, int]]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -44,6 +46,27 @@ class Smaller:
 
 #: Nothing is smaller.
 WHOLE = Smaller()
+
+
+def bounds(factor: Factor, sizes: Mapping[Factor, int]) -> dict[int, int]:
+    """Return where the parts of an extent begin and end, as ``{offset: offset when the leaves have those sizes}``."""
+    factor = find(factor)
+    if factor.kind == "leaf":
+        return {0: 0, factor.size: sizes.get(factor, factor.size)}
+    children = list(factor.children)
+    if factor.kind == "product":
+        major = find(children[0])
+        if major.kind != "leaf" or major in sizes:  # how often the inner parts repeat changes
+            return {0: 0, factor.size: narrowed(factor, sizes)}
+        inner = children[1] if len(children) == 2 else product(children[1:])
+        children = [inner] * major.size
+    found = {0: 0}
+    old = new = 0
+    for child in children:
+        inside = bounds(child, sizes)
+        found.update({old + a: new + b for a, b in inside.items()})
+        old, new = old + find(child).size, new + narrowed(child, sizes)
+    return found
 
 
 def follows(model: nn.Module, factored: Factored, smaller: Smaller, given: Any) -> bool:

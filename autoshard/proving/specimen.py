@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from autoshard.errors import InvalidArgument
-from autoshard.passes.place import Placed
+from autoshard.passes.states import Placed
 from autoshard.plans import Mesh, Plan, TensorPlan, unfold
 from autoshard.proving.replica import Shape, replicate
 from autoshard.proving.shrink import shrink
 from autoshard.proving.smaller import WHOLE, Smaller
+from autoshard.replace import apply, find
 
 #: Above this many parameters a copy in float64, with its gradients twice, is no longer cheap.
 MOST_PARAMETERS = 20_000_000
@@ -63,12 +64,17 @@ def make_specimen(
     _check_size(model, smaller)
     fill, fill_buffer = partial(_fill, generator=generator), partial(_fill_buffer, generator=generator)
     small = replicate(model, fill, fill_buffer, smaller.shapes, smaller.dropped).eval()
+    replaced = find(small) if smaller.shapes else ()
+    if replaced:
+        # torch's own code checks sizes that are narrower here
+        apply(small, replaced)
+        smaller = replace(smaller, notes=(*smaller.notes, f"{len(replaced)} modules of torch run their replacement"))
     return Specimen(small, smaller)
 
 
 def fit(plan: Plan, specimen: Specimen) -> Plan:
     """Return the tensor-parallel half of a plan, with the specimen's shapes and without what that lacks."""
-    return _fit(_tensor_parallel_half(plan), specimen.model)
+    return _fit(_tensor_parallel_half(plan), specimen)
 
 
 def _is_big(model: nn.Module) -> bool:
@@ -121,8 +127,9 @@ def _double(dtype: str) -> str:
     return "float64" if dtype in ("float32", "bfloat16", "float16") else dtype
 
 
-def _fit(plan: Plan, model: nn.Module) -> Plan:
+def _fit(plan: Plan, specimen: Specimen) -> Plan:
     """Return the plan with the shapes of a smaller model, and without what that lacks."""
+    model = specimen.model
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -137,9 +144,48 @@ def _fit(plan: Plan, model: nn.Module) -> Plan:
                 local = list(shape)
                 if tensor.tp_dim is not None:
                     local[tensor.tp_dim] //= plan.mesh.tp
-                found[fqn] = replace(tensor, shape=shape, local_shape=tuple(local))
+                found[fqn] = replace(
+                    tensor,
+                    shape=shape,
+                    local_shape=tuple(local),
+                    tp_parts=_pieces(specimen, fqn, tensor, tensor.tp_dim, tensor.tp_parts),
+                    slices=_pieces(specimen, fqn, tensor, tensor.slice_dim, tensor.slices),
+                )
         return found
 
     kept = {fqn: module for fqn, module in plan.module_plans() if fqn in modules}
     units = tuple(replace(unit, module=name) for unit in plan.units for name in unfold(unit.module) if name in modules)
-    return replace(plan, parameters=fit(plan.parameters), buffers=fit(plan.buffers), modules=kept, units=units)
+    replacements = tuple(
+        replace(one, fqn=name) for one in plan.replacements for name in unfold(one.fqn) if name in modules
+    )
+    return replace(
+        plan,
+        parameters=fit(plan.parameters),
+        buffers=fit(plan.buffers),
+        modules=kept,
+        units=units,
+        replacements=replacements,
+    )
+
+
+def _pieces(specimen: Specimen, fqn: str, tensor: TensorPlan, dim: int | None, pieces: Any) -> Any:
+    """Return ``(offset, length, ...)`` pieces of a dim where they lie in the specimen's tensor.
+
+    Raises:
+        InvalidArgument: a piece begins or ends inside an extent that is narrower there.
+    """
+    every = specimen.smaller.bounds.get(tensor.tied_to or fqn)
+    if every is None or dim is None or pieces is None:
+        return pieces
+    found = []
+    for offset, length, *more in pieces:
+        if offset not in every[dim] or offset + length not in every[dim]:
+            raise InvalidArgument(
+                f"a piece of {fqn} does not end where a part of it does: it cannot be made smaller to be verified",
+                at=fqn,
+                got=f"rows {offset} to {offset + length}; parts end at {', '.join(map(str, sorted(every[dim])[:8]))}",
+                help="give a model that is not on the meta device, with smaller sizes",
+            )
+        start = every[dim][offset]
+        found.append((start, every[dim][offset + length] - start, *more))
+    return tuple(found)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sample_plans import decoder_plan, uncut_plan
 
 from autoshard.errors import InvalidArgument
-from autoshard.plans import GradSum, Mesh, ModulePlan, PassTime, Plan, Unit, fold, unfold
+from autoshard.plans import GradSum, Mesh, ModulePlan, PassTime, Plan, Replacement, Unit, fold, unfold
 
 
 @pytest.mark.parametrize("plan", [decoder_plan(), uncut_plan()])
@@ -51,6 +51,16 @@ def test_any_plan_round_trips(
     assert Plan.from_dict(json.loads(changed.to_json())) == changed
     assert changed.mesh.world == replicate * shard * tp
     assert changed.mesh.data * tp == changed.mesh.world
+
+
+def test_replacements_round_trip_and_may_be_missing() -> None:
+    plan = dataclasses.replace(
+        decoder_plan(), replacements=(Replacement("layers.{0-3}.attention", "attention", "its heads"),)
+    )
+    data = json.loads(plan.to_json())
+    assert Plan.from_dict(data) == plan
+    del data["replacements"]  # a plan of before there were any
+    assert Plan.from_dict(data) == decoder_plan()
 
 
 def test_times_are_not_stored() -> None:

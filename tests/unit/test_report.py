@@ -10,7 +10,7 @@ from sample_plans import decoder_plan, tensor, uncut_plan
 
 from autoshard.diff import differences, render_differences
 from autoshard.layout import to_text
-from autoshard.plans import Coverage, GradSum, Mesh, Plan, Refusal
+from autoshard.plans import Coverage, GradSum, Mesh, Plan, Refusal, Replacement
 from autoshard.report import render_passes, render_text
 from autoshard.words import counted, fold_names, human_bytes, percent
 
@@ -28,6 +28,23 @@ def test_golden_passes() -> None:
 
 def test_golden_differences() -> None:
     check_golden("diff", to_text(render_differences(differences(decoder_plan(), uncut_plan())), 80))
+
+
+def test_replaced_modules_are_shown_and_compared() -> None:
+    plan = decoder_plan()
+    replacements = (
+        Replacement("", "encoder", "no nested tensors"),
+        Replacement("layers.{0-3}.self", "attention", "cut by head"),
+    )
+    changed = dataclasses.replace(plan, replacements=replacements)
+    text = render_text(changed)
+    assert "Replaced in place" in text and "Replaced in place" not in render_text(plan)
+    assert {"(root)", "layers.{0-3}.self", "attention"} <= set(text.replace(",", " ").split())
+    found = differences(plan, changed)
+    assert [(one.topic, one.name, one.second) for one in found] == [
+        ("replaced in place", "(root)", "encoder"),
+        *(("replaced in place", f"layers.{n}.self", "attention") for n in range(4)),
+    ]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -98,6 +115,9 @@ def test_parts_copies_and_partial_rows_are_shown() -> None:
     whole = tensor((6,), None, "used by each rank in part", grad_sum=GradSum(4, ((2, 4),)))
     text = render_text(dataclasses.replace(decoder_plan(), parameters={"fused.weight": fused, "scale": whole}))
     assert "weight dim 0 in 2 parts on 2 ranks each" in text
+    sliced = tensor((12, 4), None, "k and v whole", read="slice", slices=((0, 8, 2), (8, 4, 1)), slice_dim=0)
+    text_of_slices = render_text(dataclasses.replace(decoder_plan(), parameters={"fused.weight": sliced}))
+    assert "weight dim 0 read in 2 slices" in text_of_slices
     assert "sum over 4 tp ranks for rows 2-5" in text
 
 
@@ -141,6 +161,7 @@ def test_every_field_of_a_tensor_is_compared() -> None:
         "read": "first_rank",
         "trainable": False,
         "tied_to": "embed.weight",
+        "slices": ((0, 1, 2),),
     }
     for name, value in changes.items():
         weight = dataclasses.replace(plan.parameters["head.weight"], **{name: value})  # type: ignore[arg-type]
