@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint type unit golden zoo clean
+.PHONY: demo test lint type unit golden zoo parity clean
 
 demo: $(VENV)/stamp
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,10 @@ golden: $(VENV)/stamp
 # plan and prove every transformers type that can be built tiny: about an hour; a broken run goes on where it stopped
 zoo: $(VENV)/stamp
 	$(BIN)/python benchmarks/zoo.py --write
+
+# plan and prove well-known architectures at tp=2 and tp=4: some minutes; a broken run goes on where it stopped
+parity: $(VENV)/stamp
+	$(BIN)/python benchmarks/parity.py --write
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

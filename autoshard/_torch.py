@@ -207,6 +207,11 @@ def num_parameter_hooks(parameter: Tensor) -> int:
     return sum(len(table or ()) for table in tables)
 
 
+def num_backward_hooks(module: nn.Module) -> int:
+    """Return how many hooks of ``register_full_backward_hook`` see the gradients of a module's inputs."""
+    return len(module._backward_hooks)
+
+
 def num_tensor_hooks(parameter: Tensor) -> int:
     """Return how many hooks of ``register_hook`` wait for the gradient of a leaf."""
     return len(parameter._backward_hooks or ())

@@ -139,6 +139,8 @@ def _module(fqn: str, module: ModulePlan) -> Iterator[str]:
         yield f"rewritten {one}"
     if module.draws:
         yield f"draws {module.draws}"
+    for path, conversion in sorted(module.returns.items()):
+        yield f"out.{path}: {conversion} if returned".replace("out.:", "out:")
 
 
 def _pairs(pairs: Mapping[str, str], prefix: str) -> Iterator[str]:

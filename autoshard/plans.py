@@ -116,6 +116,8 @@ class ModulePlan:
         rewrites: arguments in its code that are written otherwise for this module, for the same.
         draws: ``per_rank`` where its forward draws random numbers for a rank's share, which must differ over tp;
             ``shared`` where it runs inside such a module and draws for whole values; None where nothing is to be done.
+        returns: output path to conversion, or ``refuse``, of what it returns while it is not whole and nobody in the
+            trace takes: done where the model itself returns it, and only then.
     """
 
     style: str
@@ -127,6 +129,7 @@ class ModulePlan:
     attributes: Mapping[str, int] = field(default_factory=dict)
     rewrites: tuple[CallRewrite, ...] = ()
     draws: str | None = None
+    returns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

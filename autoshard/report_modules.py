@@ -57,6 +57,8 @@ def _conversions(module: ModulePlan) -> Iterator[str]:
         yield f"{name}: {conversion}" + (" (shared)" if name in module.share else "")
     for path, conversion in module.outputs.items():
         yield f"out{'.' if path else ''}{path}: {conversion}"
+    for path, conversion in module.returns.items():
+        yield f"out{'.' if path else ''}{path}: {conversion} if the model returns it"
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -15,6 +17,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def version() -> str:
+    """Return a digest of all code that a row on tiny models depends on, and of what it ran on."""
+    names = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
+    digest = hashlib.sha256(" ".join(names).encode())
+    for folder in ("autoshard", "passes", "tests/zoo"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def put(page: str, mark: str, text: str) -> None:

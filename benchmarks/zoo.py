@@ -7,7 +7,6 @@ stopped; rows that another version of the code found are done again.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import warnings
@@ -17,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
-from page import ROOT
+from page import ROOT, version
 from rich.console import Console
 from rich.progress import Progress
 from zoo.children import Answer, answers
@@ -68,15 +66,6 @@ def main() -> None:
         verdicts = json.loads(VERDICTS.read_text())
         chosen = [rows[t] for t in everything if t in rows]
         (ROOT / "docs" / "zoo.md").write_text(page(chosen, verdicts, len(everything), code))
-
-
-def version() -> str:
-    """Return a digest of all code that a row depends on, and of what it ran on."""
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for folder in ("autoshard", "passes", "tests/zoo"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _read(path: Path) -> Iterable[Row]:

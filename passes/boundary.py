@@ -54,6 +54,9 @@ class Boundaries:
             kind, why = f"S({dim - len(dims)})->R", "what follows needs it whole"
         elif flow.states[op.name] is State.P:
             kind, why = "P->R", "each rank has a part of the sum"
+            if "mean" in flow.contracts(op):
+                self._average(op)
+                return
             if "lookup" in flow.contracts(op):
                 self._look_up(op)
         else:
@@ -73,6 +76,16 @@ class Boundaries:
             flow.states[op.name] = State.R
         elif not flow.users[op.name] and op.name not in flow.returned:
             raise Refused(op, "the partial sum is returned by no module", flow.origins.get(op.name, ()))
+
+    def _average(self, op: Op) -> None:
+        """Make a mean of the ranks' means right where it is made: it cannot be added to sums."""
+        why = "each rank has the mean of its share"
+        found = next(iter(self._returned_by(op)), None)
+        if found is not None:
+            self._convert(found[0], "outputs", found[1], "A->R", op.name, why)
+        elif not self._convert_inside(op, op.name, "A->R", why):
+            raise Refused(op, "a mean needs it whole, inside the module's own code", inside=True)
+        self.flow.states[op.name] = State.R
 
     def _leave_into(self, op: Op) -> bool:
         """Reduce a partial sum where it enters the one module call that uses it, if a reduction is due there."""
@@ -201,19 +214,23 @@ class Boundaries:
         joining = self._others(value, names)
         if made is None or value in flow.returned or joining is None:
             return False
+        whole = next((i for i, c in enumerate(self.conversions) if c.value == value and c.kind[-1] == "R"), None)
         source = next(iter(self._returned_by(made)), None)
-        if source is None and not self._may_join(made):
+        if whole is None and source is None and not self._may_join(made):
             return False
         inside = {value, *(op.name for op in joining)}
         more = {name for op in joining for name in self._operands(op)} - inside
-        if len(more) + (len(self._operands(made)) if source is None else 1) > through:
+        if len(more) + (1 if whole is not None or source is not None else len(self._operands(made))) > through:
             return False
         for op in joining:
             self._join(op)
-        if source is None:
-            self._join(made)
+        if whole is not None:  # what is made whole becomes V at once
+            c = self.conversions[whole]
+            self.conversions[whole] = replace(c, kind=c.kind[:-1] + "V", why=f"{c.why}; {_PARTIAL}")
+        elif source is not None:
+            self._convert(source[0], "outputs", source[1], "R->V", value, _PARTIAL)
         else:
-            self._at_source(made, *source)
+            self._join(made)
         return True
 
     def _others(self, value: str, names: set[str]) -> list[Op] | None:
@@ -248,7 +265,7 @@ class Boundaries:
                 return False
             if flow.trainable.get(name) and flow.states[name] not in (State.R, State.V):
                 return False
-        return not any(c.value == op.name and c.side == "outputs" for c in self.conversions)
+        return not any(c.value == op.name and c.kind[-1] == "R" for c in self.conversions)
 
     def _operands(self, op: Op) -> set[str]:
         """Return the activations of an op that would have to enter in its place."""
@@ -264,14 +281,6 @@ class Boundaries:
         for name in dict.fromkeys(op.refs()):
             if flow.states[name] is State.R:
                 flow.edge(op, name)
-
-    def _at_source(self, made: Op, call: Call, path: str) -> None:
-        """Put ``R->V`` where a module returns the value; what is made whole there becomes V at once."""
-        for i, c in enumerate(self.conversions):
-            if (c.call, c.side, c.path) == (call.id, "outputs", path):
-                self.conversions[i] = replace(c, kind=c.kind.removesuffix("R") + "V", why=f"{c.why}; {_PARTIAL}")
-                return
-        self._convert(call, "outputs", path, "R->V", made.name, _PARTIAL)
 
     # ---- repeated calls
     def agree_over_calls(self) -> None:

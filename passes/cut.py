@@ -19,7 +19,7 @@ from autoshard.passes.worth import too_small
 from autoshard.plans import Refusal
 
 #: Reasons that tell the user least come last: of a weight's two dims, the other one's is given if there is one.
-_INFORMS = {IS_INPUT: 3, "a norm needs it whole": 2, "a mean needs it whole": 2}
+_INFORMS = {IS_INPUT: 3, "a norm needs it whole": 2}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Cut:
         divisions: how each parameter is divided, by name.
         touched: values that hold a cut dim while it is cut, as ``(value, index of result)``.
         saved_bytes: parameter bytes it divides, over all ranks.
+        averaged: whether a sum or mean of activations runs over it: chosen where nothing simpler is.
     """
 
     leaves: frozenset[Factor]
@@ -41,6 +42,7 @@ class Cut:
     divisions: Mapping[str, Division]
     touched: frozenset[tuple[str, int]]
     saved_bytes: int
+    averaged: bool = False
 
     @property
     def key(self) -> str:
@@ -143,6 +145,11 @@ class ChooseCuts:
             for fqn in made.divisions:
                 reasons.setdefault(fqn, (0, self.banned.get(made.key) or Refusal(fqn, "", why or "")))
         picked = tuple(cuts[i] for i in select(cuts, index, self.degree))
+        for cut in (cut for cut in cuts if not cut.gathered and cut not in picked):
+            met = next((fqn for one in picked for fqn in one.divisions if fqn in cut.divisions), None)
+            why = f"cutting it would cut {met} twice" if met else "other cuts of the same values save more"
+            for fqn in cut.divisions:
+                reasons.setdefault(fqn, (1, Refusal(fqn, "", why)))
         kept = {fqn for cut in picked if not cut.gathered for fqn in cut.divisions}
         left = {fqn: reason for fqn, (_, reason) in reasons.items() if fqn not in kept}
         gathered = {fqn for cut in picked if cut.gathered for fqn in cut.divisions}
@@ -209,7 +216,8 @@ class ChooseCuts:
                 return Refusal(fqn, name, f"the buffer {name} would be cut in several places")
             divisions[name] = division
         touched = frozenset(place for one in closed for place in index.places[one])
-        made = Cut(closed, ways, False, divisions, touched, index.bytes_of(divisions))
+        averaged = any(kind in ("sum", "mean") for one in closed for _, _, kind in index.contracted.get(one, ()))
+        made = Cut(closed, ways, False, divisions, touched, index.bytes_of(divisions), averaged)
         why = self._small(index, made)
         return made if why is None else Refusal(fqn, "", why)
 

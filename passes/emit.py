@@ -19,6 +19,7 @@ from autoshard.passes.cut import Cut
 from autoshard.passes.draws import Draws, find_draws
 from autoshard.passes.factors import Factor, count
 from autoshard.passes.occurrence import Division
+from autoshard.passes.returns import find_returns
 from autoshard.passes.states import Placed
 from autoshard.plans import (
     Coverage,
@@ -61,7 +62,7 @@ class Emit:
         untraced = [Refusal(u.fqn or "the model", u.where, u.why) for u in traced.untraced] if self.mesh.tp > 1 else []
         refused = fold_refusals([*placed.chosen.refused, *self.refused, *untraced])
         draws = find_draws(placed)
-        modules = _modules(placed, parameters, whys, draws.modules)
+        modules = _modules(placed, parameters, whys, draws.modules, find_returns(placed))
         return Plan(
             mesh=self.mesh,
             parameters=parameters,
@@ -156,6 +157,7 @@ _WHY_DRAWN = {
     "per_rank": "random numbers for each rank's share are the rank's own",
     "shared": "random numbers for whole values are the same on every rank",
 }
+_WHY_RETURNED = "it returns a rank's share that nobody here takes"
 
 
 class _Whys:
@@ -194,6 +196,8 @@ class _Whys:
 
     def _cut(self, fqn: str, cut: Cut) -> str:
         others = [f for f in cut.divisions if f != fqn]
+        if self.placed.chosen.divisions[fqn].mixed:
+            return "held whole, as every rank needs some of it; each reads its share of the rest"
         if fqn in self.looked_up:
             return "rows are looked up where they live; the parts are summed"
         if cut.gathered:
@@ -211,7 +215,11 @@ def _short(fqns: Iterable[str]) -> str:
 
 
 def _modules(
-    placed: Placed, parameters: Mapping[str, TensorPlan], whys: _Whys, draws: Mapping[str, str]
+    placed: Placed,
+    parameters: Mapping[str, TensorPlan],
+    whys: _Whys,
+    draws: Mapping[str, str],
+    returns: Mapping[str, Mapping[str, str]],
 ) -> dict[str, ModulePlan]:
     """Return the plan of each module with something to do, folded over the first number in its name."""
     inputs: dict[str, dict[str, str]] = defaultdict(dict)
@@ -232,7 +240,7 @@ def _modules(
     for (fqn, name), value in placed.settings.items():
         order[fqn] = None
         settings[fqn][name] = value
-    for fqn in (*placed.rewrites, *draws):
+    for fqn in (*placed.rewrites, *draws, *returns):
         order[fqn] = None
     homes: dict[str, dict[str, TensorPlan]] = defaultdict(dict)
     for fqn, tensor in parameters.items():
@@ -248,9 +256,18 @@ def _modules(
         if style == "replicate" and not why:
             style, why = "resize", "sizes in its code follow the cut"
             if not settings[fqn] and not rewrites:
-                style, why = "region", _WHY_DRAWN[draws[fqn]]
+                style, why = "region", _WHY_DRAWN.get(draws.get(fqn, ""), _WHY_RETURNED)
         plans[fqn] = ModulePlan(
-            style, inputs[fqn], outputs[fqn], why, shares[fqn], lookup, settings[fqn], rewrites, draws.get(fqn)
+            style,
+            inputs[fqn],
+            outputs[fqn],
+            why,
+            shares[fqn],
+            lookup,
+            settings[fqn],
+            rewrites,
+            draws.get(fqn),
+            returns.get(fqn, {}),
         )
     return _folded(plans)
 

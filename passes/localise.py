@@ -29,6 +29,8 @@ from autoshard.plans import Refusal
 from autoshard.rewrite.functions import install
 
 _MARK = "autoshard.made_whole"
+#: What only lays out: a rank's share may lie as it should already, and then torch runs nothing.
+_LAYOUT = "aten.contiguous"
 
 
 @torch.library.custom_op("autoshard::made_whole", mutates_args=())
@@ -133,14 +135,13 @@ def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:
 
 def _compare(placed: Placed, expected: Traced, got: Traced) -> dict[str, Refusal]:
     refused: dict[str, Refusal] = {}
-    local = [op for op in got.ops if op.target != _MARK]
-    names: dict[str, str] = {}
+    whole = [op for op in expected.ops if op.target != _LAYOUT]
+    local = [op for op in got.ops if op.target not in (_MARK, _LAYOUT)]
     numbers = numbers_of(got)
     literals: dict[str, list[Literal]] = defaultdict(list)
     for literal in placed.chosen.factored.literals:
         literals[literal.op].append(literal)
-    for want, have in zip(expected.ops, local, strict=False):
-        names[want.name] = have.name
+    for want, have in zip(whole, local, strict=False):
         problem = _difference(placed, want, have, literals[want.name], numbers)
         if problem is None:
             continue
@@ -148,8 +149,8 @@ def _compare(placed: Placed, expected: Traced, got: Traced) -> dict[str, Refusal
             refused.setdefault(cut.key, Refusal(next(iter(cut.divisions)), want.where, problem))
         if want.target != have.target:
             break
-    if not refused and len(expected.ops) != len(local):
-        why = f"the code takes another path on a rank's share ({len(local)} ops instead of {len(expected.ops)})"
+    if not refused and len(whole) != len(local):
+        why = f"the code takes another path on a rank's share ({len(local)} ops instead of {len(whole)})"
         refused = {cut.key: Refusal(next(iter(cut.divisions)), "", why) for cut in placed.chosen.cuts}
     return refused
 

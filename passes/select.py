@@ -1,6 +1,6 @@
 """Pick the best set of cuts of which no two meet: the most parameter bytes, component by component.
 
-Cuts whose activations stay cut come first; one that is gathered right behind its matmul takes what they leave.
+Cuts whose activations stay cut come first, those that no mean runs over before the others; one that is gathered right behind its matmul takes what they leave.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Candidate(Protocol):
     @property
     def touched(self) -> frozenset[tuple[str, int]]: ...  # noqa: D102
     @property
+    def averaged(self) -> bool: ...  # noqa: D102
+    @property
     def saved_bytes(self) -> int: ...  # noqa: D102
 
 
@@ -35,13 +37,15 @@ def select(cuts: Sequence[Candidate], index: Occurrences, degree: int) -> list[i
     meets = _meets(cuts, index, degree)
     chosen: list[int] = []
     seen: set[int] = set()
-    inner = [i for i, cut in enumerate(cuts) if not cut.gathered]
-    among = {i: {j for j in meets[i] if not cuts[j].gathered} for i in inner}
-    for i in inner:
-        if i not in seen:
-            component = _component(i, among)
-            seen.update(component)
-            chosen += _best(sorted(component), cuts, among)
+    for averaged in (False, True):
+        free = {i for i, cut in enumerate(cuts) if not cut.gathered and cut.averaged == averaged}
+        free -= {j for i in chosen for j in meets[i]}
+        among = {i: meets[i] & free for i in free}
+        for i in sorted(free):
+            if i not in seen:
+                component = _component(i, among)
+                seen.update(component)
+                chosen += _best(sorted(component), cuts, among)
     gathered = [i for i, cut in enumerate(cuts) if cut.gathered]
     for i in sorted(gathered, key=lambda i: (-cuts[i].saved_bytes, i)):
         if not any(j in meets[i] for j in chosen):

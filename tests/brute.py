@@ -176,7 +176,8 @@ def _check_op(factored: Factored, op: Op, cut: frozenset[Factor], values: dict[s
             continue
         parts = [r[number] if isinstance(r, (list, tuple)) else r for r in results]
         if kinds and not kept:
-            _close(sum(parts[1:], parts[0]), expected, f"{op.target} sum over {kinds}")
+            total = sum(parts[1:], parts[0])
+            _close(total / degree if "mean" in kinds else total, expected, f"{op.target} over {kinds}")
         else:
             for rank, part in enumerate(parts):
                 _close(part, slice_of(expected, dims, cut, rank, degree), f"{op.target} on rank {rank}")

@@ -45,7 +45,9 @@ def _rekey(table: dict[str, Any], aliases: dict[str, str]) -> None:
 
 def _find(self: nn.Module, wanted: str) -> object:
     """Let the module's own code find what it knows under its old name."""
-    return nn.Module.__getattr__(self, self.__dict__.get("_aliases", {}).get(wanted, wanted))
+    alias = self.__dict__.get("_aliases", {}).get(wanted)
+    # a module that is sharded reads its parameters through properties, by their new names
+    return nn.Module.__getattr__(self, wanted) if alias is None else getattr(self, alias)
 
 
 def _word(generator: random.Random) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +15,10 @@ from torch import Tensor, nn
 
 from autoshard.api import parallelize
 from autoshard.api import plan as make_plan
+from autoshard.executor.whole import full_gradients
+from autoshard.plans import Plan
+
+Change = Callable[[Plan], Plan]
 
 IDS = torch.tensor([[3, 7, 11, 2], [9, 1, 4, 30]])
 
@@ -35,12 +42,19 @@ def language(kind: str, **options: Any) -> Any:
     return model
 
 
-def pair(kind: str, **options: Any) -> tuple[Any, Any]:
+def pair(kind: str, change: Change = lambda plan: plan, **options: Any) -> tuple[Any, Any]:
     """The model in one process, and the same one sharded over two tp ranks."""
     whole = language(kind, **options)
     plan = make_plan(whole, world=2, tp=2, example_inputs={"input_ids": IDS})
     assert plan.coverage.parameter_bytes > 0.5
-    return whole, parallelize(copy.deepcopy(whole), plan)
+    return whole, parallelize(copy.deepcopy(whole), change(plan))
+
+
+def without(plan: Plan, fact: str) -> Plan:
+    """The plan with one kind of fact taken out of every module."""
+    empty: Any = {}
+    modules = {pattern: dataclasses.replace(module, **{fact: empty}) for pattern, module in plan.modules.items()}
+    return dataclasses.replace(plan, modules=modules)
 
 
 def everywhere(value: Any) -> bool:
@@ -51,38 +65,55 @@ def everywhere(value: Any) -> bool:
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max()) if got.shape == wanted.shape else float("inf")
+    return float((got - wanted).detach().abs().max()) if got.shape == wanted.shape else float("inf")
 
 
-def generated(kind: str, sample: bool, use_cache: bool) -> dict[str, Any]:
-    """Tokens from one prompt, each model with the same seed; and what the decoder was called with."""
+def generated(kind: str, sample: bool) -> dict[str, Any]:
+    """Tokens from one prompt, each model with the same seed; and how much of them each call was given."""
     whole, model = pair(kind)
     found, lengths = [], []
-    handle = model.register_forward_pre_hook(
+    model.register_forward_pre_hook(
         lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     for one in (whole, model):
         torch.manual_seed(5)
         tokens = one.generate(
-            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=sample, use_cache=use_cache,
+            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=6, do_sample=sample, use_cache=True,
             pad_token_id=0, top_k=0,
         )  # fmt: skip
         found.append(tokens.tolist())
-    handle.remove()
-    return {"equal": found[0] == found[1], "everywhere": everywhere(found[1]), "lengths": lengths, "tokens": found[1]}
+    return {"equal": found[0] == found[1], "everywhere": everywhere(found[1]), "lengths": lengths}
 
 
-def details(kind: str, asked: bool) -> dict[str, float]:
-    """Errors of what a model gives on request; ``asked`` says whether it was planned with that request."""
-    whole = language(kind, attn_implementation="eager")
+def shares_of_weights() -> tuple[int, int]:
+    """Heads of the attention weights that a model returns whose plan does not say how they become whole; and all."""
+    whole, model = pair("Llama", lambda plan: without(plan, "returns"), attn_implementation="eager")
+    got, wanted = (one(IDS, output_attentions=True).attentions[0].shape[1] for one in (model, whole))
+    return got, wanted
+
+
+def details(kind: str) -> dict[str, float]:
+    """Errors of what a model gives on request, though it was planned without the request."""
+    whole, model = pair(kind, attn_implementation="eager")
     wants = {"output_attentions": True, "output_hidden_states": True}
-    given = {"input_ids": IDS, **(wants if asked else {})}
-    model = parallelize(copy.deepcopy(whole), make_plan(whole, world=2, tp=2, example_inputs=given))
     got, wanted = model(IDS, **wants), whole(IDS, **wants)
     found = {"logits": error(got.logits, wanted.logits)}
     for name in ("attentions", "hidden_states"):
-        found[name] = max(map(error, got[name], wanted[name]))
         assert len(got[name]) == len(wanted[name]) > 0
+        found[name] = max(map(error, got[name], wanted[name]))
+    # a loss of the weights themselves
+    for answer in (wanted, got):
+        (answer.logits.sum() + sum(w.pow(2).sum() for w in answer.attentions)).backward()
+    return {**found, **gradient_errors(whole, model)}
+
+
+def gradient_errors(whole: nn.Module, model: nn.Module) -> dict[str, float]:
+    """The error of each gradient, relative to its largest magnitude."""
+    gradients, found = full_gradients(model), {}
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        got, wanted = gradients[name], parameter.grad
+        assert got is not None and wanted is not None, name
+        found[f"gradient of {name}"] = error(got, wanted) / float(wanted.abs().max().clamp_min(1e-3))
     return found
 
 
@@ -92,30 +123,98 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(32, 16)
+        self.table, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
         self.up, self.down, self.head = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 8)
-        self.scale = nn.Parameter(torch.ones(24) * 0.7)
+        self.double()
 
     def encode(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
-        return x + self.down(torch.tanh(self.up(x) * self.scale))  # type: ignore[no-any-return]
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.encode(ids))  # type: ignore[no-any-return]
 
 
-def methods() -> dict[str, Any]:
-    """A method that is not forward; two forwards and one backward of their sum; both, against one process."""
-    from autoshard.executor.whole import full_gradients
-
-    whole = Encoder().double()
+def encoder() -> tuple[Encoder, Encoder]:
+    whole = Encoder()
     plan = make_plan(whole, world=2, tp=2, example_inputs=(IDS,))
-    model = parallelize(copy.deepcopy(whole), plan)
-    losses = []
+    model = copy.deepcopy(whole)
+    parallelize(model, plan)
+    return whole, model
+
+
+def method() -> dict[str, float]:
+    """A method that is not forward, and the backward of what it gives."""
+    whole, model = encoder()
+    answers = [one.encode(IDS) for one in (whole, model)]
+    found = {"answer": error(answers[1], answers[0])}
+    for one, answer in zip((whole, model), answers, strict=True):
+        (answer.pow(2).sum() + one(IDS).sum()).backward()
+    return {**found, **gradient_errors(whole, model)}
+
+
+def twice() -> dict[str, float]:
+    """Two forwards, on batches of two lengths, and one backward of their product."""
+    whole, model = pair("Llama")
+    losses = [(one(IDS).logits.mean(1) * one(IDS[:, :2] % 8).logits.mean(1)).sum() for one in (whole, model)]
+    for loss in losses:
+        loss.backward()
+    return {"loss": error(losses[1], losses[0]), **gradient_errors(whole, model)}
+
+
+def evaluated_first(kind: str) -> dict[str, float]:
+    """Evaluation in both ways, then training: nothing made in inference may reach autograd."""
+    whole, model = pair(kind)
+    found = {}
+    for name, mode in (("no_grad", torch.no_grad), ("inference_mode", torch.inference_mode)):
+        with mode():
+            found[name] = error(model(IDS).logits, whole(IDS).logits)
+    for one in (whole.train(), model.train()):
+        drop(one)
+        one(IDS).logits.pow(2).sum().backward()
+    return {**found, **gradient_errors(whole, model)}
+
+
+def drop(model: nn.Module) -> None:
+    """Switch dropout off: this is not about random numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def hooked() -> tuple[dict[str, float], list[str]]:
+    """What hooks see of values and gradients, and what they change; and what is said of those in a region."""
+    whole, model = pair("Llama")
+    seen: list[dict[str, Tensor]] = []
     for one in (whole, model):
-        a, b = one(IDS), one(IDS.flip(0) % 8)
-        losses.append((a * b).sum() + one.encode(IDS).pow(2).sum())
-        losses[-1].backward()
-    gradients = full_gradients(model)
-    found: dict[str, Any] = {n: error(gradients[n], p.grad) for n, p in whole.named_parameters()}
-    return {**found, "loss": error(*losses)}
+        notes: dict[str, Tensor] = {}
+        block = one.model.layers[0]
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+        block.mlp.register_forward_hook(lambda module, args, out, notes=notes: notes.update(mlp=out.detach()))
+        block.register_full_backward_hook(
+            lambda module, ins, outs, notes=notes: notes.update(into=ins[0].detach(), back=outs[0].detach())
+        )
+        one.lm_head.register_forward_hook(lambda module, args, out: out + 1)
+        one(IDS).logits.pow(2).sum().backward()
+        seen.append(notes)
+    assert seen[0].keys() == seen[1].keys() == {"mlp", "into", "back"}
+    found = {**{k: error(seen[1][k], seen[0][k]) for k in seen[0]}, **gradient_errors(whole, model)}
+    model.model.layers[0].mlp.register_full_backward_hook(lambda module, ins, outs: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(IDS)
+    return found, [str(one.message) for one in caught if "hooks on the gradients" in str(one.message)]
+
+
+def autocast() -> dict[str, float]:
+    """Errors of outputs and gradients under autocast to bfloat16, of a float32 model."""
+    whole = language("Llama").float()
+    model = parallelize(copy.deepcopy(whole), make_plan(whole, world=2, tp=2, example_inputs={"input_ids": IDS}))
+    answers = []
+    for one in (whole, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            answers.append(one(IDS).logits)
+        answers[-1].float().pow(2).mean().backward()
+    assert answers[0].dtype == answers[1].dtype == torch.bfloat16
+    scale = float(answers[0].abs().max())
+    return {"logits": error(answers[1].float(), answers[0].float()) / scale, **gradient_errors(whole, model)}

@@ -18,6 +18,7 @@ from autoshard.executor.collectives import Conversion
 from autoshard.executor.drawing import KINDS
 from autoshard.executor.lookup import refuse_unsupported
 from autoshard.executor.match import parameter_plans
+from autoshard.executor.returned import REFUSED
 from autoshard.executor.share import has_forward
 from autoshard.executor.units import Units
 from autoshard.paths import Argument
@@ -165,6 +166,9 @@ def _check_boundary(module: nn.Module, module_plan: ModulePlan, fqn: str) -> Non
         Conversion.parse(text)
     for text in module_plan.outputs.values():
         Conversion.parse(text)
+    for text in module_plan.returns.values():
+        if text != REFUSED:
+            Conversion.parse(text)
     if module_plan.draws not in (None, *KINDS):
         raise InvalidArgument(
             f"no way to draw random numbers is called {module_plan.draws!r}",

@@ -12,9 +12,10 @@ S(d)->R    all-gather along d    local slice
 R->S(d)    local slice           all-gather along d
 R->P       rank 0 keeps it       identity
 V->P       divide by the ranks   divide by the ranks
+A->R       mean over the ranks   divide by the ranks
 =========  ====================  ====================
 
-``P->V`` and ``S(d)->V`` are made whole and enter at once: ``P->R`` or ``S(d)->R``, then ``R->V``.
+**A** is a part of a mean, each rank's own of an equal share. ``P->V``, ``A->V`` and ``S(d)->V`` are made whole and enter at once: ``P->R``, ``A->R`` or ``S(d)->R``, then ``R->V``.
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
@@ -40,7 +41,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
 
-KINDS = ("R->V", "P->R", "P->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P")
+KINDS = ("R->V", "P->R", "P->V", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P")
 _SPAN = re.compile(r"^R->V\[(\d+):(\d+)\]$")
 
 
@@ -109,8 +110,10 @@ class Conversion:
             return enter(value, axis) if self.span is None else _enter_span(value, axis, *self.span)
         if self.kind == "V->P":
             return value / axis.size
-        if self.kind in ("P->V", "S(d)->V"):
+        if self.kind in ("P->V", "A->V", "S(d)->V"):
             return enter(Conversion(self.kind[:-1] + "R", self.dim)(value, axis), axis)
+        if self.kind == "A->R":
+            return run(_AllReduce, value / axis.size, axis.group)
         if self.kind == "P->R":
             return run(_AllReduce, value, axis.group)
         if self.kind == "S(d)->R":

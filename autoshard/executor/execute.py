@@ -31,6 +31,7 @@ from autoshard.executor.drawing import one_stream
 from autoshard.executor.gradsum import Sync, UnitSums
 from autoshard.executor.loading import hold_in_parts
 from autoshard.executor.match import buffer_plans, parameter_plans
+from autoshard.executor.returned import Returned
 from autoshard.executor.scalars import replicate_scalars
 from autoshard.executor.settings import check_attributes, set_attributes
 from autoshard.executor.share import Slot, common_parent
@@ -141,6 +142,12 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     replace.apply(model, applied.plan.replacements)
     set_attributes(model, applied.plan, InsideCode(axis, slots))
     parallelize_module(model, mesh, keys, src_data_rank=None)
+    boundaries = {fqn: one for fqn, one in _boundaries(model, applied.plan).items() if fqn not in leave and one.returns}
+    if boundaries:
+        returned = Returned(axis)
+        for fqn, one in boundaries.items():
+            returned.watch(model.get_submodule(fqn), fqn, one.returns)
+        returned.install(model)
     used = [sums for sums in {id(style.sums): style.sums for style in styles.values()}.values() if sums.owners]
     for sums in used:
         sums.install()

@@ -7,17 +7,19 @@ converts the arguments and answers that the plan names, by name, however they ar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from autoshard._torch import lift, local_part, spec_of, wrap
+from autoshard._torch import lift, local_part, num_backward_hooks, spec_of, wrap
 from autoshard.executor.aliases import own_lists
 from autoshard.executor.collectives import Axis, Conversion, take_parts
 from autoshard.executor.drawing import draw
@@ -136,7 +138,7 @@ def install(module: nn.Module, plan: ModulePlan, axis: Axis, slots: Mapping[str,
         PlanMismatch: the forward has no such argument.
         InvalidArgument: a conversion is unknown.
     """
-    boundary = Boundary(axis)
+    boundary = Boundary(axis, fqn)
     for path, text in plan.inputs.items():
         change = Converter(Conversion.parse(text), axis, slots.get(plan.share.get(path, "")))
         boundary.inputs.append((Argument(module, path, fqn), change))
@@ -193,11 +195,18 @@ class Boundary:
     """The conversions of one module, as two forward hooks."""
 
     axis: Axis
+    fqn: str
     inputs: list[tuple[Argument, Callable[[Tensor], Tensor]]] = field(default_factory=list)
     outputs: list[tuple[tuple[str, ...], Callable[[Tensor], Tensor], str]] = field(default_factory=list)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Convert the arguments; a forward pre-hook."""
+        if num_backward_hooks(module) and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"hooks on the gradients of {self.fqn or 'the model'} see this rank's part of those of its inputs, which "
+                "are summed behind it: hook a module that the plan lists no inputs of, such as the block around it",
+                stacklevel=2,
+            )
         for argument, change in self.inputs:
             args, kwargs = argument.update(args, kwargs, change)
         return args, kwargs

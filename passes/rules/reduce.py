@@ -32,6 +32,11 @@ def sum_(op: Op, walk: Walk) -> Result:
     return _reduced(op, walk, lambda dim: walk.contract(dim, "sum"))
 
 
+def mean(op: Op, walk: Walk) -> Result:
+    """A mean over a cut dim is the mean of the ranks' own means: their shares are equal."""
+    return _reduced(op, walk, lambda dim: walk.contract(dim, "mean"))
+
+
 def whole(why: str) -> Rule:
     """Return the rule of a reduction that needs its dims whole; both results of a pair have one shape."""
 
@@ -88,7 +93,6 @@ gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_
 nll_loss2d nll_loss_nd poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
 """.split()
 _WHOLE = {
-    "mean": "a mean needs it whole",
     **dict.fromkeys(["amax", "amin", "max", "min", "aminmax"], "a maximum needs it whole"),
     **dict.fromkeys(["argmax", "argmin"], "an argmax needs it whole"),
     **dict.fromkeys(["var", "std", "var_mean", "std_mean"], "a variance needs it whole"),
@@ -115,6 +119,7 @@ _EVERYTHING = {
 
 RULES: dict[str, Rule] = {
     "aten.sum": sum_,
+    "aten.mean": mean,
     "aten.glu": glu,
     # a loss compares along its class dim and averages over the rest
     **dict.fromkeys([f"aten.{name}" for name in _LOSSES], everything("a loss needs it whole")),

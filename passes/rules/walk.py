@@ -21,7 +21,7 @@ class Contraction:
     Attributes:
         op: the op's name.
         factor: what is summed over.
-        kind: ``matmul``, ``lookup`` (rows of a table) or ``sum``.
+        kind: ``matmul``, ``lookup`` (rows of a table), ``sum`` or ``mean``.
     """
 
     op: str

@@ -164,6 +164,24 @@ def test_modules_that_share_an_object_for_another_end_keep_sharing_it() -> None:
     assert autoshard.verify(model, plan, example_inputs=X).ok
 
 
+class Two(nn.Module):
+    """Two heads: with one, what is laid out anew already lies as it should, and torch does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x).view(x.shape[0], x.shape[1], -1, 16).transpose(1, 2).contiguous()
+        return self.o((y.sigmoid() / y.norm(dim=-1, keepdim=True)).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_a_change_of_layout_that_a_share_does_not_need_is_no_difference() -> None:
+    plan = autoshard.plan(Two(), world=2, tp=2, example_inputs=X)
+    assert (plan.parameters["q.weight"].tp_dim, plan.parameters["o.weight"].tp_dim) == (0, 1)
+    assert autoshard.verify(Two(), plan, example_inputs=X).ok
+
+
 class Grouped(nn.Module):
     """A projection of which only a part is cut, and a convolution in groups."""
 

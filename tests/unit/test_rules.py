@@ -30,7 +30,6 @@ NEEDED = {
     "a loss needs it whole": "cross_entropy",
     "a mask counts the elements it fills": "masked_scatter",
     "a maximum needs it whole": "max",
-    "a mean needs it whole": "norm per head",
     "a norm needs it whole": "layer_norm",
     "a product of two activations sums over it": "einsum scores",
     "a reduction needs it whole": "prod",

@@ -1,7 +1,8 @@
 """An inferred plan beside a hand plan: same, better, worse or different.
 
 * **same**: the same parameters are cut along the same dims, and no more bytes are moved.
-* **better**: the same parameters with fewer bytes moved, or more parameters with no more bytes moved per byte cut.
+* **better**: the same parameters with fewer bytes moved; or more parameters, with no more bytes moved per byte cut, or
+  with no more moved for the hand plan's own cuts: a plan that is made again with all others whole shows it.
 * **worse**: fewer parameters, or the same with more bytes moved.
 * **different**: anything else.
 
@@ -18,7 +19,7 @@ from autoshard.ir import Traced
 from autoshard.plans import Plan, TensorPlan
 from zoo.moved import moved_bytes
 from zoo.rows import Agreement
-from zoo.weights import tensor_bytes, traced_parameters
+from zoo.weights import cut_share, tensor_bytes, traced_parameters
 
 #: Names an explanation lists before it only counts them.
 _LISTED = 4
@@ -27,16 +28,29 @@ _LISTED = 4
 def agreement(plan: Plan, hand: Plan, traced: Traced) -> Agreement:
     """Hold ``plan`` beside ``hand``, both for the model of ``traced`` at one tp."""
     ours = {fqn: t for fqn, t in plan.parameters.items() if t.tied_to is None}
-    mine = {fqn: t.tp_dim for fqn, t in ours.items() if t.tp_dim is not None}
+    mine = {fqn: dim for fqn, t in ours.items() if (dim := _dim(t)) is not None}
     theirs = {fqn: hand.parameters[fqn].tp_dim for fqn in ours if hand.parameters[fqn].tp_dim is not None}
     used = traced_parameters(traced)
-    cut, hand_cut = (sum(tensor_bytes(ours[fqn]) for fqn in dims if fqn in used) for dims in (mine, theirs))
+    cut = int(sum(tensor_bytes(ours[fqn]) * cut_share(ours[fqn]) for fqn in mine if fqn in used))
+    hand_cut = sum(tensor_bytes(ours[fqn]) for fqn in theirs if fqn in used)
     moved, hand_moved = moved_bytes(plan, traced), moved_bytes(hand, traced)
     verdict, why = _judge(mine, theirs, moved, hand_moved, moved * hand_cut > hand_moved * cut)
     missed = [fqn for fqn in theirs if fqn not in mine]
     if verdict != "same":
         why = "; ".join(text for text in (why, _missed(missed, ours), _added(mine, theirs)) if text)
     return Agreement(verdict, why, cut, hand_cut, moved, hand_moved)
+
+
+def added(plan: Plan, hand: Plan) -> list[str]:
+    """Return the parameters that only ``plan`` cuts, if it cuts all that ``hand`` does; else none."""
+    ours = {fqn: t for fqn, t in plan.parameters.items() if t.tied_to is None}
+    mine = {fqn for fqn, t in ours.items() if _dim(t) is not None}
+    theirs = {fqn for fqn in ours if hand.parameters[fqn].tp_dim is not None}
+    return [fqn for fqn in ours if fqn in mine - theirs] if mine > theirs else []
+
+
+def _dim(tensor: TensorPlan) -> int | None:
+    return tensor.tp_dim if tensor.tp_dim is not None else tensor.slice_dim
 
 
 def _judge(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,8 @@ from autoshard.folding import fold_strings
 from autoshard.hand.reader import from_hand
 from autoshard.pipeline import Options, Stages, run
 from autoshard.plans import Plan, unfold
-from zoo.agreement import agreement
-from zoo.rows import Left, Row
+from zoo.agreement import added, agreement
+from zoo.rows import Agreement, Left, Row
 from zoo.tiny import tiny
 from zoo.weights import cut_share, matmul_weights, tensor_bytes, traced_parameters
 
@@ -43,9 +44,25 @@ def measured(model_type: str, verify: bool = True, hand: bool = True) -> Row:
     return replace(judged(model_type, model, inputs, plan, stages, rules, verify), seconds=_since(start))
 
 
-def planned(model: nn.Module, inputs: Any) -> tuple[Plan, Stages]:
+def planned(model: nn.Module, inputs: Any, whole: Iterable[str] = ()) -> tuple[Plan, Stages]:
     """Return the plan at tp=2, also where no attention can be cut, and the stages on the way to it."""
-    return run(model, Options(world=TP, tp=TP, example_inputs=inputs, check_heads=False))
+    overrides = dict.fromkeys(whole, "replicate")
+    return run(model, Options(world=TP, tp=TP, example_inputs=inputs, check_heads=False, overrides=overrides))
+
+
+def _agreement(model: nn.Module, inputs: Any, plan: Plan, stages: Stages, rules: Any) -> Agreement:
+    """Hold a plan beside the rules; one that cuts more and moves more is made again without what it cuts more."""
+    hand = from_hand(model, rules, TP).plan
+    first = agreement(plan, hand, stages.traced)
+    more = added(plan, hand) if first.verdict == "different" else []
+    if not more:
+        return first
+    again, stages = planned(model, inputs, more)
+    second = agreement(again, hand, stages.traced)
+    if second.verdict not in ("same", "better"):
+        return first
+    says = f"with these whole too it moves {second.moved_bytes} bytes, the hand plan {second.hand_moved_bytes}"
+    return replace(first, verdict="better", why=f"{first.why.partition('; ')[2]}; {says}")
 
 
 def judged(
@@ -54,7 +71,7 @@ def judged(
     """Return the row of a plan, held beside the rules of ``hand`` if there are any."""
     row = Row(name, "planned", **_shares(plan, stages))
     if hand is not None:
-        row = replace(row, agreement=agreement(plan, from_hand(model, hand, TP).plan, stages.traced))
+        row = replace(row, agreement=_agreement(model, inputs, plan, stages, hand))
     return replace(row, **_proved(model, plan, inputs)) if verify else row
 
 
