@@ -19,6 +19,7 @@ from autoshard.passes.emit import Emit
 from autoshard.passes.factorise import Factored, Factorise
 from autoshard.passes.factors import leaves
 from autoshard.passes.inside import Inside, find_texts
+from autoshard.passes.listen import draws_in_training
 from autoshard.passes.localise import Localise
 from autoshard.passes.place import Place
 from autoshard.passes.resize import Resize
@@ -91,7 +92,8 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, traced.inputs), _count_cuts)
     if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
-    emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)), find(model))
+    drawing = draws_in_training(model, traced) if placed.chosen.cuts else {}
+    emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)), find(model), drawing)
     plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")
     return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed)
 

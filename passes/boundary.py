@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Op, Ref
-from autoshard.passes.factors import count
 from autoshard.passes.flow import Flow
 from autoshard.passes.inside import Inside
 from autoshard.passes.rules import HOMOGENEOUS, SHAPED
@@ -47,11 +46,10 @@ class Boundaries:
             Refused: a cut value has to be made whole inside a module's own code.
         """
         flow = self.flow
-        gathered = flow.chosen.gathered_in(op.name)
-        dims = flow.factored.single(op.name)
-        if flow.states[op.name] is State.S and gathered:
-            dim = next(i for i, d in enumerate(dims) if count(d, gathered))
-            kind, why = f"S({dim - len(dims)})->R", "what follows needs it whole"
+        gathered = flow.chosen.gathered_dim(op.name)
+        if flow.states[op.name] is State.S and gathered is not None:
+            rank = len(flow.factored.single(op.name))
+            kind, why = f"S({gathered - rank})->R", "what follows needs it whole"
         elif flow.states[op.name] is State.P:
             kind, why = "P->R", "each rank has a part of the sum"
             if "mean" in flow.contracts(op):
@@ -70,7 +68,7 @@ class Boundaries:
             return
         if kind == "P->R" and "lookup" not in flow.contracts(op) and self._leave_into(op):
             return
-        if gathered:
+        if gathered is not None:
             if not self._convert_inside(op, op.name, kind, why):
                 raise Refused(op, "it would have to be gathered inside the module's own code", inside=True)
             flow.states[op.name] = State.R

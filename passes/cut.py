@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.ir import Op
 from autoshard.passes.factorise import Factored
-from autoshard.passes.factors import Block, Factor, Ways, count, flat
+from autoshard.passes.factors import Block, Factor, Ways, leaves, local_size
+from autoshard.passes.gathered import gathers
 from autoshard.passes.occurrence import IS_INPUT, Division, Occurrences
 from autoshard.passes.select import select
 from autoshard.passes.worth import too_small
@@ -34,6 +34,7 @@ class Cut:
         touched: values that hold a cut dim while it is cut, as ``(value, index of result)``.
         saved_bytes: parameter bytes it divides, over all ranks.
         averaged: whether a sum or mean of activations runs over it: chosen where nothing simpler is.
+        dims: for a gathered one, the dim that is cut of each value.
     """
 
     leaves: frozenset[Factor]
@@ -43,6 +44,7 @@ class Cut:
     touched: frozenset[tuple[str, int]]
     saved_bytes: int
     averaged: bool = False
+    dims: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -86,21 +88,30 @@ class Chosen:
         return self.degree if set(found.values()) <= {self.degree} else found
 
     @cached_property
-    def _gathered_at(self) -> dict[str, frozenset[Factor]]:
-        return {value: cut.leaves for cut in self.cuts if cut.gathered for value, _ in cut.touched}
-
-    @cached_property
     def gathered(self) -> frozenset[Factor]:
-        """Leaves that some weight's rows are cut by, and that are made whole right behind its matmul."""
+        """Leaves of the rows of matrices that are cut for their own matmul only."""
         return frozenset(leaf for cut in self.cuts if cut.gathered for leaf in cut.leaves)
 
-    def leaves_in(self, value: str) -> frozenset[Factor]:
-        """Return the leaves that are cut in a value, as its maker leaves it."""
-        return self._gathered_at.get(value, self.inner)
+    @cached_property
+    def _gathered_dims(self) -> dict[str, int]:
+        return {value: dim for cut in self.cuts for value, dim in cut.dims.items()}
 
-    def gathered_in(self, value: str) -> frozenset[Factor]:
-        """Return the leaves of a value that are made whole right behind its maker."""
-        return self._gathered_at.get(value, frozenset())
+    def gathered_dim(self, value: str) -> int | None:
+        """Return the dim along which a value is cut and made whole right behind its maker; None for another value."""
+        return self._gathered_dims.get(value)
+
+    def leaves_in(self, value: str) -> frozenset[Factor]:
+        """Return the leaves that stay cut in a value."""
+        return frozenset() if value in self._gathered_dims else self.inner
+
+    def local_shape(self, value: str, number: int = 0) -> tuple[int, ...]:
+        """Return the shape (elements) that a rank has of a value, as its maker leaves it."""
+        dims = self.factored.tensors(value)[number]
+        cut, whole = self.leaves_in(value), self.gathered_dim(value)
+        sizes = [local_size(dim, cut, self.ways) for dim in dims]
+        if whole is not None:
+            sizes[whole] //= self.degree
+        return tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -162,10 +173,9 @@ class ChooseCuts:
 
     def _divisions(self, index: Occurrences, chosen: Chosen) -> dict[str, Division]:
         """Return how each cut parameter is divided by all cuts together."""
-        found: dict[str, Division] = {}
-        for fqn in dict.fromkeys(fqn for cut in chosen.cuts for fqn in cut.divisions):
-            leaves = chosen.leaves_in(index.held[fqn].value or "")
-            division = index.division(fqn, leaves, chosen.ways, self.degree)
+        found = {fqn: division for cut in chosen.cuts if cut.gathered for fqn, division in cut.divisions.items()}
+        for fqn in dict.fromkeys(fqn for cut in chosen.cuts if not cut.gathered for fqn in cut.divisions):
+            division = index.division(fqn, chosen.inner, chosen.ways, self.degree)
             assert division is not None, "checked when the cut was made"
             found[fqn] = division
         return found
@@ -224,54 +234,15 @@ class ChooseCuts:
     def _small(self, index: Occurrences, cut: Cut) -> str | None:
         if not self.weigh:
             return None
-        return too_small(index, cut.leaves, (value for value, _ in cut.touched), cut.saved_bytes)
+        return too_small(
+            index, frozenset() if cut.gathered else cut.leaves, (value for value, _ in cut.touched), cut.saved_bytes
+        )
 
     def _all_gathered(self, index: Occurrences) -> Iterator[Cut]:
-        """Yield, for each weight of a matmul, the cut of its rows that is undone right behind it."""
-        seen: set[frozenset[str]] = set()
-        for op in index.factored.traced.ops:
-            weights = [index.by_value[n].fqn for n in dict.fromkeys(op.refs()) if n in index.by_value]
-            for leaf in self._rows(index, op, weights):
-                made = self._gathered(index, leaf, op, weights)
-                if made is not None and frozenset(made.divisions) not in seen:
-                    seen.add(frozenset(made.divisions))
-                    yield made
-
-    def _rows(self, index: Occurrences, op: Op, weights: list[str]) -> Iterator[Factor]:
-        if not weights or op.name not in index.contracting:
-            return
-        for dim in index.factored.single(op.name):
-            # one leaf of the dim is enough: what follows needs it whole in any case
-            for leaf in _major(dim, self.degree):
-                if index.makes(op, leaf):
-                    yield leaf
-
-    def _gathered(self, index: Occurrences, leaf: Factor, op: Op, weights: list[str]) -> Cut | None:
-        """Return the cut that is undone behind each matmul making it; None where some use needs it cut for longer."""
-        cut = frozenset([leaf])
-        divisions: dict[str, Division] = {}
-        touched: set[tuple[str, int]] = set()
-        for fqn in weights:
-            division = index.division(fqn, cut, self.degree, self.degree)
-            value = index.parameter[fqn].value or ""
-            if division is None:
+        for one in gathers(index, self.degree):
+            if self._pinned(one.divisions):
                 continue
-            if not division.even or sum(count(d, cut) for d in index.factored.single(value)) > 1:
-                return None
-            divisions[fqn] = division
-            touched.add((value, 0))
-            for user in index.users.get(value, ()):
-                if index.makes(user, leaf):
-                    touched.add((user.name, 0))
-                elif not index.looks_up(user, leaf):
-                    return None
-        if not divisions or self._pinned(divisions):
-            return None
-        return Cut(cut, {leaf: self.degree}, True, divisions, frozenset(touched), index.bytes_of(divisions))
-
-
-def _major(dim: Factor, degree: int) -> Iterator[Factor]:
-    """Yield the major factor of a dim, if it divides."""
-    major = flat(dim)[0]
-    if major.kind == "leaf" and major.size > 1 and major.size % degree == 0:
-        yield major
+            rows = (index.factored.single(value)[dim] for value, dim in one.dims.items())
+            cut = frozenset(leaf for dim in rows for leaf in leaves(dim))
+            touched = frozenset((value, 0) for value in one.dims)
+            yield Cut(cut, {}, True, one.divisions, touched, index.bytes_of(one.divisions), dims=one.dims)

@@ -7,6 +7,7 @@ drop the same places of every share: the module whose own code draws there gets 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +26,8 @@ _ALWAYS = frozenset(
     """.split()
 )
 
+_NOTHING: Mapping[str, int] = {}
+
 
 @dataclass(frozen=True)
 class Draws:
@@ -39,15 +42,23 @@ class Draws:
     mixed: tuple[Op, ...]
 
 
-def find_draws(placed: Placed) -> Draws:
-    """Return where the ops of a placed graph draw, whether or not the mode it was traced in lets them."""
+def find_draws(placed: Placed, in_training: Mapping[str, int] = _NOTHING) -> Draws:
+    """Return where the ops of a placed graph draw, whether or not the mode it was traced in lets them.
+
+    Args:
+        placed: the graph.
+        in_training: how often the own code of a module was heard to draw in training. Where that is more than its
+            traced ops say, whatever drops nothing there may do so.
+    """
     traced = placed.chosen.factored.traced
     fqn_of = {call.id: call.fqn for call in traced.calls}
     shares: dict[str, list[Op]] = {}
     wholes: dict[str, list[Op]] = {}
+    plain = Counter(_home(op, fqn_of) for op in traced.ops if draws(op))
     for op in traced.ops:
-        if draws(op):
-            home = fqn_of[op.calls[-1]] if op.calls else ""
+        home = _home(op, fqn_of)
+        hidden = in_training.get(home, 0) > plain[home] and (op.target == _ATTENTION or _name(op) in _DROPOUTS)
+        if draws(op) or hidden:
             (shares if _on_shares(placed, op) else wholes).setdefault(home, []).append(op)
     modules = {fqn: "per_rank" for fqn in shares if fqn not in wholes}
     for fqn, ops in wholes.items():
@@ -60,10 +71,17 @@ def draws(op: Op) -> bool:
     """Whether an op draws random numbers, in training at least; code that was not traced may."""
     if op.target == _ATTENTION:
         return bool(op.arguments.get("dropout_p"))
-    name = op.target.removeprefix("aten.").rstrip("_")
-    if name in _DROPOUTS:
+    if _name(op) in _DROPOUTS:
         return bool(op.arguments.get("p"))
-    return name in _ALWAYS or op.target == OPAQUE
+    return _name(op) in _ALWAYS or op.target == OPAQUE
+
+
+def _home(op: Op, fqn_of: Mapping[int, str]) -> str:
+    return fqn_of[op.calls[-1]] if op.calls else ""
+
+
+def _name(op: Op) -> str:
+    return op.target.removeprefix("aten.").rstrip("_")
 
 
 def _on_shares(placed: Placed, op: Op) -> bool:

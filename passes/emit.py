@@ -17,7 +17,7 @@ from autoshard.folding import fold_refusals, fold_strings, split_number
 from autoshard.ir import Tensor
 from autoshard.passes.cut import Cut
 from autoshard.passes.draws import Draws, find_draws
-from autoshard.passes.factors import Factor, count
+from autoshard.passes.factors import count
 from autoshard.passes.occurrence import Division
 from autoshard.passes.returns import find_returns
 from autoshard.passes.states import Placed
@@ -50,6 +50,7 @@ class Emit:
     meshes: tuple[MeshChoice, ...] = ()
     refused: tuple[Refusal, ...] = field(default=())
     replacements: tuple[Replacement, ...] = ()
+    in_training: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, placed: Placed) -> Plan:
         """Return the plan."""
@@ -61,7 +62,7 @@ class Emit:
         sizes = cost.Sizes.of(placed, self.workload)
         untraced = [Refusal(u.fqn or "the model", u.where, u.why) for u in traced.untraced] if self.mesh.tp > 1 else []
         refused = fold_refusals([*placed.chosen.refused, *self.refused, *untraced])
-        draws = find_draws(placed)
+        draws = find_draws(placed, self.in_training)
         modules = _modules(placed, parameters, whys, draws.modules, find_returns(placed))
         return Plan(
             mesh=self.mesh,
@@ -172,8 +173,8 @@ class _Whys:
         fqn_of = {s.name: s.fqn for s in traced.sources if s.kind == "parameter"}
         ops = {op.name: op for op in traced.ops}
         for item in placed.chosen.factored.contractions:
-            looked = frozenset[Factor]().union(*(placed.chosen.gathered_in(n) for n in ops[item.op].refs()))
-            if count(item.factor, placed.chosen.inner | (looked if item.kind == "lookup" else frozenset())):
+            rows = item.kind == "lookup" and any(placed.chosen.gathered_dim(n) == 0 for n in ops[item.op].refs())
+            if rows or count(item.factor, placed.chosen.inner):
                 for name in ops[item.op].refs():
                     if name in fqn_of and fqn_of[name] in self.cut_of:
                         (self.looked_up if item.kind == "lookup" else self.summed).add(fqn_of[name])
@@ -340,6 +341,7 @@ def _coverage(placed: Placed, parameters: Mapping[str, TensorPlan], sizes: cost.
         flops += one
         if one and (
             summed[op.name]
+            or placed.chosen.gathered_dim(op.name) is not None
             or (
                 op.name in live
                 and any(count(d, placed.chosen.leaves_in(op.name)) for d in placed.chosen.factored.single(op.name))

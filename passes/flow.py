@@ -100,7 +100,9 @@ class Flow:
 
     def _note(self, op: Op, refs: list[str]) -> None:
         """Note what the result is beside its state: of weights only, taking a gradient, zero, a view."""
-        if refs and all(name in self.weights for name in refs):
+        # what cut weights make is no weight: its gradient is summed where it enters a region
+        whole = all(name in self.weights and self.states[name] is State.R for name in refs)
+        if refs and whole and not self.is_cut(op.name):
             self.weights.add(op.name)
         result = op.result if isinstance(op.result, Meta) else None
         is_float = result.is_float if result else any(m is not None and m.is_float for m in _many(op))
@@ -157,10 +159,9 @@ class Flow:
         """Return the kinds of the cut contractions of an op."""
         found = []
         for factor, kind in self.contracting.get(op.name, ()):
-            gathered = frozenset[Factor]()
-            if kind == "lookup":
-                gathered = gathered.union(*(self.chosen.gathered_in(name) for name in op.refs()))
-            if count(factor, self.chosen.inner | gathered):
+            # the rows of a table whose other user's result is gathered are cut all the same
+            rows = kind == "lookup" and any(self.chosen.gathered_dim(name) == 0 for name in op.refs())
+            if rows or count(factor, self.chosen.inner):
                 found.append(kind)
         return found
 

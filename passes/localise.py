@@ -19,7 +19,7 @@ from autoshard.errors import TraceError
 from autoshard.ir import Meta, Op, Traced
 from autoshard.nested import set_integer
 from autoshard.passes.cut import Cut
-from autoshard.passes.factors import count, local_size
+from autoshard.passes.factors import count
 from autoshard.passes.literals import numbers_of, wrong_number
 from autoshard.passes.rules import Literal
 from autoshard.passes.states import Placed
@@ -75,9 +75,7 @@ class Localise:
         chosen = placed.chosen
         for tensor in (*chosen.factored.traced.parameters, *chosen.factored.traced.buffers):
             if tensor.fqn in chosen.divisions and tensor.value:
-                cut = chosen.leaves_in(tensor.value)
-                dims = chosen.factored.single(tensor.value)
-                shapes[tensor.fqn] = tuple(local_size(dim, cut, chosen.ways) for dim in dims)
+                shapes[tensor.fqn] = chosen.local_shape(tensor.value)
         return shapes
 
     def _gather(self, placed: Placed) -> Any:
@@ -177,9 +175,7 @@ def _local_shapes(placed: Placed, op: Op) -> list[tuple[int, ...] | None]:
         if meta is None or number >= len(tensors):
             shapes.append(meta.shape if meta else None)
             continue
-        # a value that is gathered is compared as its maker leaves it: cut
-        cut = chosen.leaves_in(op.name)
-        shapes.append(tuple(local_size(dim, cut, chosen.ways) for dim in tensors[number]))
+        shapes.append(chosen.local_shape(op.name, number))
     return shapes
 
 

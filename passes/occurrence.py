@@ -156,7 +156,7 @@ class Occurrences:
                 for piece in parts(factor):
                     if whole_cut(piece, frozenset(cut)):
                         continue
-                    more = [f for f in leaves(piece) if self._free(f, degree)]
+                    more = [f for f in leaves(piece) if f not in cut and self._free(f, degree)]
                     if not more:
                         why = "a part of what is summed over cannot be cut with it"
                         return Block(why, op, self.ops[op].where)

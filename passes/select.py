@@ -1,6 +1,7 @@
 """Pick the best set of cuts of which no two meet: the most parameter bytes, component by component.
 
-Cuts whose activations stay cut come first, those that no mean runs over before the others; one that is gathered right behind its matmul takes what they leave.
+Cuts whose activations stay cut come first, those that a sum or mean of activations runs over behind the others; one
+that is gathered right behind its matmul takes what they leave.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Attention(nn.Module):
     def __init__(self, inner_checkpoint: bool = False, fused: bool = False, mixed: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.last = nn.Dropout(P)
+        self.last, self.p = nn.Dropout(P), P
         self.inner_checkpoint, self.fused, self.mixed = inner_checkpoint, fused, mixed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        p = P if self.training else 0.0
+        p = self.p if self.training else 0.0
         if self.fused:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=p)
         else:
@@ -55,17 +55,20 @@ class Block(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Two blocks; float64, the same values in every process."""
+    """Two blocks or more; float64, the same values in every process."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, blocks: int = 2, raises_in_training: bool = False, **options: Any) -> None:
         super().__init__()
+        self.raises_in_training = raises_in_training
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+            self.blocks = nn.ModuleList(Block(**options) for _ in range(blocks))
             self.head = nn.Linear(WIDTH, 5)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.raises_in_training:
+            raise ValueError("not today")
         for block in self.blocks:
             x = block(x)
         y: Tensor = self.head(x)

@@ -15,7 +15,8 @@ V->P       divide by the ranks   divide by the ranks
 A->R       mean over the ranks   divide by the ranks
 =========  ====================  ====================
 
-**A** is a part of a mean, each rank's own of an equal share. ``P->V``, ``A->V`` and ``S(d)->V`` are made whole and enter at once: ``P->R``, ``A->R`` or ``S(d)->R``, then ``R->V``.
+**A** is a part of a mean, each rank's own of an equal share. ``P->V``, ``A->V`` and ``S(d)->V`` are made whole and
+enter at once: ``P->R``, ``A->R`` or ``S(d)->R``, then ``R->V``.
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 

@@ -203,8 +203,8 @@ class Boundary:
         """Convert the arguments; a forward pre-hook."""
         if num_backward_hooks(module) and not torch.compiler.is_compiling():
             warnings.warn(
-                f"hooks on the gradients of {self.fqn or 'the model'} see this rank's part of those of its inputs, which "
-                "are summed behind it: hook a module that the plan lists no inputs of, such as the block around it",
+                f"hooks on the gradients of {self.fqn or 'the model'} see this rank's part of those of its inputs, as "
+                "they are summed behind it: hook a module that the plan lists no inputs of, such as a block",
                 stacklevel=2,
             )
         for argument, change in self.inputs:

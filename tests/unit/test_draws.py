@@ -8,9 +8,10 @@ import pickle
 
 import pytest
 import torch
-from drawing_models import WIDTH, Block, Dropping, example
+from drawing_models import WIDTH, Attention, Block, Dropping, example
 from simulate import fake_world
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.api import plan as make_plan
@@ -39,8 +40,27 @@ def test_what_draws_for_shares_and_what_inside_it_does_not(fused: bool) -> None:
     assert "draws per rank" in str(plan)
 
 
-def test_the_mode_of_planning_does_not_matter_to_dropout_modules() -> None:
-    assert set(drawn(planned(Dropping().eval()))) == {f"blocks.{i}.hidden" for i in range(2)}
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_mode_of_planning_does_not_matter(fused: bool) -> None:
+    state = torch.get_rng_state()
+    model = Dropping(fused=fused, blocks=4).eval()
+    assert drawn(planned(model)) == drawn(planned(copy.deepcopy(model).train()))
+    assert len(drawn(planned(model))) == 12
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_attention_that_drops_nothing_in_training_either() -> None:
+    model = Dropping(fused=True)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.p = 0.0
+    assert set(drawn(planned(model.eval()))) == {f"blocks.{i}.hidden" for i in range(2)}
+
+
+def test_training_that_does_not_run_is_no_reason_not_to_plan() -> None:
+    model = Dropping(raises_in_training=True).eval()
+    assert "blocks.0.hidden" in drawn(planned(model))
 
 
 def test_nothing_where_nothing_is_cut_or_dropped() -> None:
@@ -85,6 +105,12 @@ def test_seeds_of_ranks_differ() -> None:
     assert all(0 <= seed < 1 << 64 for seed in seeds)
 
 
+def block_of(model: Dropping, index: int = 0) -> Block:
+    block = model.blocks[index]
+    assert isinstance(block, Block)
+    return block
+
+
 def state() -> Tensor:
     return torch.get_rng_state()
 
@@ -114,7 +140,7 @@ def test_a_forward_that_draws_nothing_leaves_the_generator_alone(cut: Dropping) 
 
 def test_what_is_drawn_inside_leaves_the_common_stream_where_it_was(cut: Dropping) -> None:
     """However many numbers a rank draws for its share, the next common number is the same."""
-    hidden = cut.blocks[0].hidden
+    hidden = block_of(cut).hidden
     after = []
     for size in (3, 300):
         torch.manual_seed(1)
@@ -124,7 +150,7 @@ def test_what_is_drawn_inside_leaves_the_common_stream_where_it_was(cut: Droppin
 
 
 def test_an_exception_leaves_the_common_stream(cut: Dropping) -> None:
-    attention = cut.blocks[0].attention
+    attention = block_of(cut).attention
     handle = attention.v.register_forward_hook(lambda *args: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -142,13 +168,15 @@ def gradients(model: nn.Module, recomputed: bool) -> list[Tensor]:
     y = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
     torch.rand(7)
     y.pow(2).sum().backward()
-    found = [x.grad, *(p.grad.to_local() for p in model.parameters() if p.grad is not None)]
+    assert x.grad is not None
+    found = [x.grad, *(p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor))]
+    assert len(found) == 1 + len(list(model.parameters()))
     model.zero_grad()
     return found
 
 
 def test_recomputation_draws_the_same_again(cut: Dropping) -> None:
-    block = cut.blocks[0]
+    block = block_of(cut)
     for got, wanted in zip(gradients(block, True), gradients(block, False), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
@@ -156,8 +184,8 @@ def test_recomputation_draws_the_same_again(cut: Dropping) -> None:
 def test_recomputing_a_part_of_what_draws_apart_is_refused() -> None:
     model = Dropping()
     plan = planned(model)
-    for each in model.blocks:
-        each.attention.inner_checkpoint = True
+    for index in range(2):
+        block_of(model, index).attention.inner_checkpoint = True
     apply(model, plan, make_mesh(plan, "cpu"))
     answer = model(example().requires_grad_())
     with pytest.raises(InvalidArgument, match="random numbers cannot be drawn again as they were"):
@@ -170,7 +198,7 @@ def test_copies_and_pickles_draw_too(cut: Dropping) -> None:
         torch.manual_seed(3)
         outputs.append(each(example()))
     assert torch.equal(*outputs)
-    hidden = cut.blocks[0].hidden
+    hidden = block_of(cut).hidden
     made = pickle.loads(pickle.dumps(hidden))
     assert made.forward.kind == "per_rank"
     assert made.forward.module is made
@@ -188,8 +216,7 @@ def test_an_unknown_way_to_draw_is_refused() -> None:
 
 
 def test_compiled_blocks_draw_apart(cut: Dropping) -> None:
-    block = cut.blocks[0]
-    assert isinstance(block, Block)
+    block = block_of(cut)
     torch.manual_seed(3)
     wanted = block(example())
     block.compile(backend="eager")
