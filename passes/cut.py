@@ -160,7 +160,8 @@ class ChooseCuts:
             met = next((fqn for one in picked for fqn in one.divisions if fqn in cut.divisions), None)
             why = f"cutting it would cut {met} twice" if met else "other cuts of the same values save more"
             for fqn in cut.divisions:
-                reasons.setdefault(fqn, (1, Refusal(fqn, "", why)))
+                if fqn in index.parameter:
+                    reasons.setdefault(fqn, (1, Refusal(fqn, "", why)))
         kept = {fqn for cut in picked if not cut.gathered for fqn in cut.divisions}
         left = {fqn: reason for fqn, (_, reason) in reasons.items() if fqn not in kept}
         gathered = {fqn for cut in picked if cut.gathered for fqn in cut.divisions}

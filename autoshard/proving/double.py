@@ -19,7 +19,23 @@ _GROUPED = frozenset({torch._grouped_mm, torch.nn.functional.grouped_mm})
 
 
 class Double(TorchFunctionMode):
-    """Inside the block, every floating dtype that is asked for is float64."""
+    """Inside the block, every floating dtype that is asked for is float64, and so is what is made without asking."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[torch.dtype] = []
+
+    def __enter__(self) -> Double:
+        """Make float64 the default too: code may turn a float64 limit into a tensor of the default dtype."""
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Put the default back."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._before.pop())
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
