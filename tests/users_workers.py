@@ -120,10 +120,10 @@ def gradient_errors(whole: nn.Module, model: nn.Module) -> dict[str, float]:
 class Encoder(nn.Module):
     """Has a second way in that is not its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
+        self.table, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16) if norm else nn.Identity()
         self.up, self.down, self.head = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 8)
         self.double()
 
@@ -135,17 +135,17 @@ class Encoder(nn.Module):
         return self.head(self.encode(ids))  # type: ignore[no-any-return]
 
 
-def encoder() -> tuple[Encoder, Encoder]:
-    whole = Encoder()
-    plan = make_plan(whole, world=2, tp=2, example_inputs=(IDS,))
+def encoder(norm: bool = True, **overrides: str) -> tuple[Encoder, Encoder]:
+    whole = Encoder(norm)
+    plan = make_plan(whole, world=2, tp=2, example_inputs=(IDS,), overrides=overrides)
     model = copy.deepcopy(whole)
     parallelize(model, plan)
     return whole, model
 
 
-def method() -> dict[str, float]:
+def method(norm: bool, **overrides: str) -> dict[str, float]:
     """A method that is not forward, and the backward of what it gives."""
-    whole, model = encoder()
+    whole, model = encoder(norm, **overrides)
     answers = [one.encode(IDS) for one in (whole, model)]
     found = {"answer": error(answers[1], answers[0])}
     for one, answer in zip((whole, model), answers, strict=True):

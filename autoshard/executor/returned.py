@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoshard._torch import in_backward
 from autoshard.errors import InvalidArgument
 from autoshard.executor.collectives import Axis, Conversion
 from autoshard.outputs import tensors
@@ -93,6 +94,8 @@ class _Note:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, answer: Any) -> None:
         """Note them; what this call does not return is left alone."""
+        if in_backward():
+            return  # recomputed: its answer goes nowhere
         for path, tensor in tensors(answer):
             if path in self.returns:
                 self.returned.note(tensor, self.returns[path], f"{self.fqn or 'the model'}, answer {path}".rstrip())

@@ -33,9 +33,16 @@ def test_without_the_plan_s_word_a_rank_gives_its_own_heads(gloo: Gloo) -> None:
     assert gloo(2).run(jobs.shares_of_weights) == [(2, 4), (2, 4)]
 
 
-def test_a_method_other_than_forward(gloo: Gloo) -> None:
-    for errors in gloo(2).run(jobs.method):
+@pytest.mark.parametrize(("norm", "overrides"), [(True, {}), (False, {"table": "replicate", "down": "replicate"})])
+def test_a_method_other_than_forward(gloo: Gloo, norm: bool, overrides: dict[str, str]) -> None:
+    for errors in gloo(2).run(jobs.method, norm, **overrides):
         assert worst(errors) == {}
+
+
+def test_a_method_gives_a_share_where_the_stream_between_layers_is_cut(gloo: Gloo) -> None:
+    """As the docs say: without a norm over it, and without overrides."""
+    for errors in gloo(2).run(jobs.method, False):
+        assert worst(errors) == {"answer": float("inf")}
 
 
 def test_two_forwards_and_one_backward(gloo: Gloo) -> None:

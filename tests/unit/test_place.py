@@ -1,0 +1,207 @@
+"""Where values change state: inside code, around means, behind lone matrices, over writes in place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoshard.api import plan as make_plan
+from autoshard.plans import Plan
+from autoshard.proving.verification import verify
+
+X = (torch.zeros(2, 7, 32),)
+
+
+class Bare(nn.Module):
+    """Weights without modules of their own, and a residual around them: no boundary can carry a conversion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 8, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(32, 4, 8) * 0.2)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.einsum("bsd,hed->bshe", x, self.up)
+        y = torch.einsum("bshe,dhe->bsd", F.gelu(h), self.down)
+        return self.norm(x + y)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Norms before and behind, which need their values whole."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.LayerNorm(32), inner, nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)))  # type: ignore[no-any-return]
+
+
+class FullNorm(nn.Module):
+    """A norm over all heads together, spelt out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.weight = nn.Parameter(torch.rand(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return self.down(F.silu(h))  # type: ignore[no-any-return]
+
+
+class Latent(nn.Module):
+    """Low-rank keys and values, and a rope part that all heads share: the region begins in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv_a = nn.Linear(32, 4 * 12), nn.Linear(32, 16 + 4)
+        self.norm, self.kv_b, self.o = nn.LayerNorm(16), nn.Linear(16, 4 * 16), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, 12)).transpose(1, 2)
+        latent, rope = self.kv_a(x).split([16, 4], dim=-1)
+        k, v = self.kv_b(self.norm(latent)).unflatten(-1, (-1, 16)).transpose(1, 2).split([8, 8], dim=-1)
+        key = torch.empty(*k.shape[:-1], 12, dtype=k.dtype)
+        key[..., :8] = k
+        key[..., 8:] = rope[:, None]
+        y = F.scaled_dot_product_attention(q, key, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Slopes(nn.Module):
+    """A bias for each head in a buffer."""
+
+    slopes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(32, 3 * 32), nn.Linear(32, 32)
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        far = torch.arange(x.shape[1], dtype=x.dtype)
+        scores = q @ k.transpose(-1, -2) / 8**0.5 - self.slopes[:, None, None] * far
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Shifted(nn.Module):
+    """A number added to a partial sum would count on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Parameter(torch.randn(32, 48) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.relu(self.up(x)), self.down) + 1.0
+
+
+MODELS = {
+    "bare": lambda: Block(Bare()),
+    "full norm": lambda: Block(FullNorm()),
+    "latent": lambda: Block(Latent()),
+    "slopes": lambda: Block(Slopes()),
+    "shifted": lambda: Block(Shifted()),
+}
+CUT = {
+    "bare": ("inner.up", "inner.down"),
+    "full norm": ("inner.up.weight", "inner.weight", "inner.down.weight"),
+    "latent": ("inner.q.weight", "inner.kv_b.weight", "inner.o.weight"),
+    "slopes": ("inner.qkv.weight", "inner.o.weight"),
+    "shifted": ("inner.up.weight", "inner.down"),
+}
+
+
+def planned(name: str) -> tuple[nn.Module, Plan]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return model, make_plan(model, world=2, tp=2, example_inputs=X)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_cut_and_exact(name: str) -> None:
+    model, plan = planned(name)
+    assert all(plan.parameters[fqn].tp_dim is not None for fqn in CUT[name]), str(plan)
+    styles = {plan.modules[fqn.rpartition(".")[0]].style for fqn in CUT[name]}
+    assert "colwise_gather_output" not in styles
+    proof = verify(model, plan, example_inputs=X)
+    assert proof.ok, str(proof)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bare", "R->V"), ("bare", "P->R"), ("full norm", "A->V")])
+def test_a_conversion_inside_code_is_needed(name: str, kind: str) -> None:
+    model, plan = planned(name)
+    module = plan.modules["inner"]
+    left = tuple(one for one in module.rewrites if repr(kind) not in one.after)
+    assert len(left) < len(module.rewrites)
+    spoiled = dataclasses.replace(plan, modules={**plan.modules, "inner": dataclasses.replace(module, rewrites=left)})
+    assert not verify(model, spoiled, example_inputs=X).ok
+
+
+def test_a_rope_part_enters_with_the_latent() -> None:
+    _, plan = planned("latent")
+    assert plan.modules["inner.kv_a"].outputs[""].endswith("->V")
+    assert plan.parameters["inner.norm.weight"].grad_sum is not None
+
+
+def test_a_buffer_is_cut_with_its_heads() -> None:
+    model, plan = planned("slopes")
+    assert plan.buffers["inner.slopes"].tp_dim == 0
+    whole = dataclasses.replace(plan.buffers["inner.slopes"], tp_dim=None, local_shape=(4,), tp_copies=2)
+    spoiled = dataclasses.replace(plan, buffers={"inner.slopes": whole})
+    assert not verify(model, spoiled, example_inputs=X).ok
+
+
+class Pictures(nn.Module):
+    """Patches and a table of words, side by side: each is cut alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.words, self.norm = nn.Conv2d(3, 32, 4, 4), nn.Embedding(11, 32), nn.LayerNorm(32)
+
+    def forward(self, image: Tensor, ids: Tensor) -> Tensor:
+        tokens = torch.cat([self.patches(image).flatten(2).transpose(1, 2), self.words(ids)], 1)
+        return self.norm(tokens)  # type: ignore[no-any-return]
+
+
+def test_lone_matrices_are_gathered() -> None:
+    inputs = (torch.randn(2, 3, 8, 8), torch.randint(0, 11, (2, 5)))
+    model = Pictures()
+    plan = make_plan(model, world=2, tp=2, example_inputs=inputs)
+    assert plan.modules["patches"].outputs == {"": "S(-3)->R"}
+    assert plan.modules["words"].outputs == {"": "S(-1)->R"}
+    assert plan.parameters["words.weight"].tp_dim == 1
+    assert verify(model, plan, example_inputs=inputs).ok
+
+
+class Adapted(nn.Module):
+    """A big matrix between norms, and a small detour around it."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.big, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.a, self.b = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.norm(self.big(x) + self.b(self.a(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_small_cuts_that_do_not_pay_are_left_unless_tp_is_pinned(pinned: bool) -> None:
+    with torch.device("meta"):
+        model = Adapted(4096, 8)
+    tiny = {} if pinned else {"memory": 1e-3}
+    tp = {"tp": 2} if pinned else {"dp_shard": 1, "dp_replicate": 1}
+    plan = make_plan(model, world=2, example_inputs=(torch.zeros(2, 7, 4096),), **tp, **tiny)  # type: ignore[arg-type]
+    assert plan.mesh.tp == 2
+    assert plan.parameters["big.weight"].tp_dim == 0
+    assert (plan.parameters["a.weight"].tp_dim is not None) == pinned
+    assert pinned or "products for each element moved" in plan.parameters["a.weight"].why
