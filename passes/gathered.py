@@ -100,7 +100,7 @@ def _gather(index: Occurrences, weight: str, role: Role, degree: int) -> Gather 
 
 def _plain(op: Op) -> bool:
     """Whether rows of the matrix are independent: not those of a convolution in groups."""
-    return op.arguments.get("groups", 1) == 1
+    return bool(op.arguments.get("groups", 1) == 1)
 
 
 def _leaves(index: Occurrences, value: str, dim: int) -> list[Factor]:
