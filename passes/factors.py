@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,11 +120,20 @@ def whole_cut(factor: Factor, cut: frozenset[Factor]) -> bool:
 
 def least_ways(factor: Factor, cut: frozenset[Factor], degree: Ways) -> int:
     """Return over how many ranks the part that is cut least is cut: a sum over fewer than all counts parts twice."""
+    return _ways(factor, cut, degree, min)
+
+
+def most_ways(factor: Factor, cut: frozenset[Factor], degree: Ways) -> int:
+    """Return over how many ranks the part that is cut most is cut."""
+    return _ways(factor, cut, degree, max)
+
+
+def _ways(factor: Factor, cut: frozenset[Factor], degree: Ways, pick: Callable[[list[int]], int]) -> int:
     factor = find(factor)
     if factor.kind == "leaf":
         return ways_of(factor, cut, degree)
-    found = [least_ways(child, cut, degree) for child in factor.children]
-    return math.prod(found) if factor.kind == "product" else min(found)
+    found = [_ways(child, cut, degree, pick) for child in factor.children]
+    return math.prod(found) if factor.kind == "product" else pick(found)
 
 
 def local_size(factor: Factor, cut: frozenset[Factor], degree: Ways) -> int:

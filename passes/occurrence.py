@@ -17,12 +17,11 @@ from autoshard.passes.factors import (
     Ways,
     count,
     cut_parts,
-    find,
     flat,
     least_ways,
     leaves,
+    most_ways,
     parts,
-    ways_of,
     whole_cut,
 )
 
@@ -225,12 +224,4 @@ class Occurrences:
 
 def ranks_of(dims: Iterable[Factor], cut: frozenset[Factor], ways: Ways) -> int:
     """Return over how many ranks a tensor is cut, all dims together."""
-    return math.prod(_most_ways(dim, cut, ways) for dim in dims)
-
-
-def _most_ways(factor: Factor, cut: frozenset[Factor], ways: Ways) -> int:
-    factor = find(factor)
-    if factor.kind == "leaf":
-        return ways_of(factor, cut, ways)
-    found = [_most_ways(child, cut, ways) for child in factor.children]
-    return math.prod(found) if factor.kind == "product" else max(found)
+    return math.prod(most_ways(dim, cut, ways) for dim in dims)
