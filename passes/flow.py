@@ -193,11 +193,14 @@ class Flow:
         if any(states[name] is State.S for name in others):
             raise self._needs_sum(op, states)
         divides = op.target == "aten.div" and op.arguments.get("self") != Ref(partial[0])
-        if op.target in HOMOGENEOUS and not divides and op.refs().count(partial[0]) == len(partial) == 1:
+        rounds = op.arguments.get("rounding_mode") is not None or not self._floats(op)
+        alone = op.refs().count(partial[0]) == len(partial) == 1
+        if op.target in HOMOGENEOUS and alone and not divides and not rounds:
             for name in others:
                 self.edge(op, name)
             return
-        number = "other" in op.arguments and not isinstance(op.arguments["other"], Ref)  # P + 1 would count tp times
+        # a number that is added or written would count on every rank
+        number = any(isinstance(op.arguments.get(name), (int, float)) for name in ("other", "value"))
         if op.target not in ADDING or number:
             raise self._needs_sum(op, states)
         for name in others:
@@ -205,6 +208,11 @@ class Flow:
                 self.first_rank[self._bias_of[name]].add(op.name)
             elif name not in self._zeros:
                 raise self._needs_sum(op, states)
+
+    def _floats(self, op: Op) -> bool:
+        """Whether an op's results are floating-point: sums that are rounded are not the rounded sum."""
+        metas = op.result if isinstance(op.result, tuple) else (op.result,)
+        return all(meta is None or meta.is_float for meta in metas)
 
     def _sums(self, states: Mapping[str, State]) -> list[str]:
         """Return the ops and operands of the sums that partial operands are made of."""

@@ -171,7 +171,8 @@ class Occurrences:
         """Return why a cut is impossible: it would cut one tensor twice, or sum over what the result keeps."""
         for value, number in dict.fromkeys(p for leaf in cut for p in self.places[leaf]):
             dims = self.factored.tensors(value)[number]
-            if ranks_of(dims, cut, ways) > degree:
+            again = any(sum(count(dim, frozenset([leaf])) for dim in dims) > 1 for leaf in cut)
+            if again or ranks_of(dims, cut, ways) > degree:
                 return Block("one tensor would be cut along two dims", "", self.where(value))
         for leaf in cut:
             for op, factor, _ in self.contracted.get(leaf, ()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -92,30 +94,39 @@ class Slopes(nn.Module):
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class Shifted(nn.Module):
-    """A number added to a partial sum would count on every rank."""
+class Unlike(nn.Module):
+    """What is done to a partial sum is not linear in it, or would count on every rank: the sum comes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(32, 48), nn.Parameter(torch.randn(32, 48) * 0.2)
+        self.up, self.down, self.then = nn.Linear(32, 48), nn.Parameter(torch.randn(32, 48) * 0.2), then
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.relu(self.up(x)), self.down) + 1.0
+        return self.then(F.linear(F.relu(self.up(x)), self.down))
 
 
-MODELS = {
+UNLIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number is added": lambda y: y + 1.0,
+    "a number is written": lambda y: y.scatter(-1, torch.zeros(*y.shape[:-1], 1, dtype=torch.long), 2.0),
+    "it is rounded": lambda y: y - torch.div(y, 0.1, rounding_mode="floor"),
+    "it becomes an integer": lambda y: y + y.to(torch.long).to(y.dtype),
+    "it divides": lambda y: 1.0 / (2.0 + y * y),
+}
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "bare": lambda: Block(Bare()),
     "full norm": lambda: Block(FullNorm()),
     "latent": lambda: Block(Latent()),
     "slopes": lambda: Block(Slopes()),
-    "shifted": lambda: Block(Shifted()),
+    **{name: partial(lambda then: Block(Unlike(then)), then) for name, then in UNLIKE.items()},
 }
 CUT = {
     "bare": ("inner.up", "inner.down"),
     "full norm": ("inner.up.weight", "inner.weight", "inner.down.weight"),
     "latent": ("inner.q.weight", "inner.kv_b.weight", "inner.o.weight"),
     "slopes": ("inner.qkv.weight", "inner.o.weight"),
-    "shifted": ("inner.up.weight", "inner.down"),
+    **dict.fromkeys(UNLIKE, ("inner.up.weight", "inner.down")),
 }
 
 
