@@ -135,7 +135,7 @@ class Encoder(nn.Module):
         return self.head(self.encode(ids))  # type: ignore[no-any-return]
 
 
-def encoder(norm: bool = True, **overrides: str) -> tuple[Encoder, Encoder]:
+def encoder(norm: bool, overrides: dict[str, str]) -> tuple[Encoder, Encoder]:
     whole = Encoder(norm)
     plan = make_plan(whole, world=2, tp=2, example_inputs=(IDS,), overrides=overrides)
     model = copy.deepcopy(whole)
@@ -143,9 +143,9 @@ def encoder(norm: bool = True, **overrides: str) -> tuple[Encoder, Encoder]:
     return whole, model
 
 
-def method(norm: bool, **overrides: str) -> dict[str, float]:
+def method(norm: bool, overrides: dict[str, str]) -> dict[str, float]:
     """A method that is not forward, and the backward of what it gives."""
-    whole, model = encoder(norm, **overrides)
+    whole, model = encoder(norm, overrides)
     answers = [one.encode(IDS) for one in (whole, model)]
     found = {"answer": error(answers[1], answers[0])}
     for one, answer in zip((whole, model), answers, strict=True):

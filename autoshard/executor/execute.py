@@ -115,10 +115,10 @@ def apply(
         if plan.mesh.tp > 1:
             hold_in_parts(model, plan, leave)
         watch(model, plan)
-        if plan.mesh.tp > 1:
-            one_stream(mesh)
         if snapshot is not None:
             snapshot.restore(model)
+    if plan.mesh.tp > 1:
+        one_stream(mesh)  # it sends messages: only where no rank has failed
     return model
 
 

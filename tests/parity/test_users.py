@@ -35,13 +35,13 @@ def test_without_the_plan_s_word_a_rank_gives_its_own_heads(gloo: Gloo) -> None:
 
 @pytest.mark.parametrize(("norm", "overrides"), [(True, {}), (False, {"table": "replicate", "down": "replicate"})])
 def test_a_method_other_than_forward(gloo: Gloo, norm: bool, overrides: dict[str, str]) -> None:
-    for errors in gloo(2).run(jobs.method, norm, **overrides):
+    for errors in gloo(2).run(jobs.method, norm, overrides):
         assert worst(errors) == {}
 
 
 def test_a_method_gives_a_share_where_the_stream_between_layers_is_cut(gloo: Gloo) -> None:
     """As the docs say: without a norm over it, and without overrides."""
-    for errors in gloo(2).run(jobs.method, False):
+    for errors in gloo(2).run(jobs.method, False, {}):
         assert worst(errors) == {"answer": float("inf")}
 
 

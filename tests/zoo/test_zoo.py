@@ -37,11 +37,11 @@ FLOORS = {
     "bloom": 1.0,
     "opt": 1.0,
     "falcon": 0.96,
-    "mpt": 0.64,
+    "mpt": 1.0,
     "gpt_bigcode": 0.97,
     "gpt_neo": 1.0,
     # encoders, and encoders with decoders
-    "bert": 0.95,
+    "bert": 1.0,
     "t5": 1.0,
     "bart": 1.0,
     "whisper": 1.0,
@@ -53,8 +53,6 @@ FLOORS = {
     "wav2vec2": 1.0,
     "mamba": 1.0,
 }
-#: Types whose plan cuts more than the hand plan, and moves more bytes for each byte cut.
-DEARER = {"deepseek_v2"}
 #: Left out of the test of names, for time: another of its kind is in it.
 _UNRENAMED = {"phi", "cohere", "gpt_neo", "dinov2", "siglip", "opt"}
 
@@ -78,11 +76,7 @@ def test_a_plan_is_exact_and_cuts_its_share(model_type: str) -> None:
 def test_a_plan_is_no_worse_than_the_hand_plan(model_type: str) -> None:
     _, _, row = _found(model_type)
     assert row.agreement is not None
-    if model_type in DEARER:
-        assert row.agreement.verdict == "different"
-        assert "whole:" not in row.agreement.why  # nothing that the hand plan cuts is left
-    else:
-        assert row.agreement.verdict in ("same", "better"), row.agreement.why
+    assert row.agreement.verdict in ("same", "better"), row.agreement.why
 
 
 @pytest.mark.parametrize("model_type", [t for t in FLOORS if t not in _UNRENAMED])
