@@ -1,9 +1,9 @@
 """Apply a plan to a live model: the one place that calls ``parallelize_module`` and ``fully_shard``.
 
 Order: check everything; agree over ranks; equal values; optimizers let go; tensor parallelism; checkpointing and
-compilation of blocks; FSDP, innermost units first; random generators; optimizers take up the new parameters. Until
-the ranks have agreed nothing has changed. A failure after that leaves a model that raises ``Unusable``: the originals
-are not kept, memory matters more.
+compilation of blocks; FSDP, innermost units first; optimizers take up the new parameters; one stream of random numbers
+over tp. Until the ranks have agreed nothing has changed. A failure after that leaves a model that raises ``Unusable``:
+the originals are not kept, memory matters more.
 """
 
 from __future__ import annotations
