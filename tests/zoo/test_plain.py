@@ -7,6 +7,7 @@ import pytest
 from zoo.measure import judged, planned
 from zoo.plain import PLAIN, plain
 
+
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_plain_model_is_exact_and_cut(kind: str) -> None:
     model, inputs = plain(kind)
