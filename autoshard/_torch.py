@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 __all__ = [
     "DTensorSpec",
+    "change_sharded",
     "count_as_foreach",
     "in_backward",
     "is_simulated",
@@ -86,6 +87,20 @@ def when_sharded(model: nn.Module, parameters: Mapping[int, Callable[[DTensor], 
         for one in (one for group in groups for one in group.fsdp_params):
             if id(one.sharded_param) in parameters:
                 _then(one, parameters[id(one.sharded_param)])
+
+
+def change_sharded(model: nn.Module, change: Callable[[nn.Parameter], None]) -> None:
+    """Change each parameter that FSDP holds, in place; what it held before is let go of at once, one by one.
+
+    Args:
+        model: FSDP holds its units; their parameters are sharded.
+        change: may give a parameter another dtype, and keeps the object.
+    """
+    for module in model.modules():
+        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
+        for one in (one for group in groups for one in group.fsdp_params):
+            change(one.sharded_param)
+            one.reset_sharded_param()
 
 
 def _then(fsdp_parameter: Any, change: Callable[[DTensor], DTensor]) -> None:

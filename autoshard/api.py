@@ -91,6 +91,7 @@ def parallelize(
     checkpointing: str = "none",
     compile: bool = False,
     compile_backend: str | Callable[..., Any] | None = None,
+    masters: torch.dtype | None = None,
 ) -> nn.Module:
     """Apply a plan to a model, in place, on every rank of a process group.
 
@@ -106,6 +107,8 @@ def parallelize(
             and attention, or ``"full"``.
         compile: compile each block, in place.
         compile_backend: torch.compile's backend, ``"inductor"`` where left out.
+        masters: ``torch.float32`` keeps float32 parameters and optimizer state for a bfloat16 or float16 model, each
+            rank its own part; the forward stays in ``mixed_precision``, or in the model's own dtype.
 
     Returns:
         ``model``.
@@ -119,7 +122,7 @@ def parallelize(
     from autoshard.optim.forgotten import remember, warn_forgotten
     from autoshard.optim.made import make_all, split
 
-    training = Training(mixed_precision, offload, checkpointing, compile, compile_backend)
+    training = Training(mixed_precision, offload, checkpointing, compile, compile_backend, masters)
     ensure_process_group(offload)
     made = read_plan(plan)
     with Unanimous(made):
@@ -150,6 +153,7 @@ def auto_parallelize(
     checkpointing: str = "none",
     compile: bool = False,
     compile_backend: str | Callable[..., Any] | None = None,
+    masters: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
     """Plan and apply in one call, under torchrun; takes what ``plan`` and ``parallelize`` take.
@@ -171,6 +175,7 @@ def auto_parallelize(
         checkpointing=checkpointing,
         compile=compile,
         compile_backend=compile_backend,
+        masters=masters,
     )
 
 

@@ -158,7 +158,8 @@ class ChooseCuts:
         picked = tuple(cuts[i] for i in select(cuts, index, self.degree))
         for cut in (cut for cut in cuts if not cut.gathered and cut not in picked):
             met = next((fqn for one in picked for fqn in one.divisions if fqn in cut.divisions), None)
-            why = f"its extent stays whole, or {met} would be cut twice" if met else "other cuts of the same values save more"
+            twice = f"its extent stays whole, or {met} would be cut twice"
+            why = twice if met else "other cuts of the same values save more"
             for fqn in cut.divisions:
                 if fqn in index.parameter:
                     reasons.setdefault(fqn, (1, Refusal(fqn, "", why)))

@@ -1,9 +1,9 @@
 """Apply a plan to a live model: the one place that calls ``parallelize_module`` and ``fully_shard``.
 
 Order: check everything; agree over ranks; equal values; optimizers let go; tensor parallelism; checkpointing and
-compilation of blocks; FSDP, innermost units first; optimizers take up the new parameters; one stream of random numbers
-over tp. Until the ranks have agreed nothing has changed. A failure after that leaves a model that raises ``Unusable``:
-the originals are not kept, memory matters more.
+compilation of blocks; FSDP, innermost units first; float32 masters; optimizers take up the new parameters; one stream
+of random numbers over tp. Until the ranks have agreed nothing has changed. A failure after that leaves a model that
+raises ``Unusable``: the originals are not kept, memory matters more.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autoshard.executor.collectives import Axis
 from autoshard.executor.drawing import one_stream
 from autoshard.executor.gradsum import Sync, UnitSums
 from autoshard.executor.loading import hold_in_parts
+from autoshard.executor.masters import widen
 from autoshard.executor.match import buffer_plans, parameter_plans
 from autoshard.executor.returned import Returned
 from autoshard.executor.scalars import replicate_scalars
@@ -101,6 +102,7 @@ def apply(
         check_attributes(model, plan)
         replace.check(model, plan.replacements)
         training.check(model, plan, mesh)
+        training = training.settled(model)
         snapshot = _snapshot(model, optimizers, sharded=plan.mesh.world > 1 or training.uses_fsdp(plan))
     equalise(model, mesh.device_type)
     with _SpoilOnFailure(model):
@@ -112,6 +114,8 @@ def apply(
         training.prepare(model, plan, applied.sums)
         if training.uses_fsdp(plan):
             shard(model, plan, mesh, replicate_scalars(model, mesh), training.policies)
+        if training.masters is not None:
+            widen(model, training.masters)
         if plan.mesh.tp > 1:
             hold_in_parts(model, plan, leave)
         watch(model, plan)

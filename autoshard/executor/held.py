@@ -42,6 +42,7 @@ class Held:
         index: its place there.
         in_parts: whether it is cut in parts: then it is read outside of compiled graphs.
         view: the slices that the forward sees of a whole parameter; None where it sees all.
+        dtype: what it is read in; None for the dtype it is held in.
     """
 
     axis: Axis | None
@@ -51,6 +52,7 @@ class Held:
     index: int = 0
     in_parts: bool = False
     view: View | None = None
+    dtype: torch.dtype | None = None
     _known: DTensorSpec | None = None
 
     def read(self, parameter: Tensor | None) -> Tensor | None:
@@ -58,6 +60,8 @@ class Held:
         if not isinstance(parameter, DTensor):
             return parameter
         local = self._summed(parameter) if self.sums is not None else self._local(parameter)
+        if self.dtype is not None and local is not parameter:
+            local = local.to(self.dtype)
         if self.view is not None and local is not parameter:
             return self.view(local)
         if not self.on_first_rank or self.axis is None or local is parameter:

@@ -8,7 +8,7 @@ recomputed and compiled, and a compiled block knows what it recomputes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from autoshard.errors import InvalidArgument
 from autoshard.executor.checks import check_fsdp
 from autoshard.executor.gradsum import UnitSums
+from autoshard.executor.masters import own_policy
 from autoshard.executor.recompute import MODES, recompute
 from autoshard.executor.units import Units
 from autoshard.plans import Plan
@@ -39,6 +40,8 @@ class Training:
             but matmuls and attention) or ``"full"``.
         compile: whether each block is compiled, in place.
         compile_backend: torch.compile's backend, ``"inductor"`` where left out.
+        masters: ``torch.float32`` for float32 parameters in the optimizer of a model that is narrower; the forward
+            computes in what ``mixed_precision`` says, or in the model's own dtype. None to leave parameters alone.
     """
 
     mixed_precision: str | MixedPrecisionPolicy | None = None
@@ -46,6 +49,7 @@ class Training:
     checkpointing: str = "none"
     compile: bool = False
     compile_backend: str | Callable[..., Any] | None = None
+    masters: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         given = self.mixed_precision
@@ -61,18 +65,27 @@ class Training:
             )
         if self.compile_backend is not None and not self.compile:
             raise InvalidArgument("a backend is given and nothing is compiled", help="pass compile=True as well")
+        if self.masters not in (None, torch.float32):
+            raise InvalidArgument(
+                f"no masters are kept in {self.masters}", got=f"{self.masters}; allowed: None, torch.float32"
+            )
+        if self.masters is not None and isinstance(given, MixedPrecisionPolicy) and given.param_dtype is None:
+            raise InvalidArgument(
+                "a policy without param_dtype would compute in float32 on float32 masters",
+                help="MixedPrecisionPolicy(param_dtype=torch.bfloat16, ...), or leave mixed_precision out",
+            )
 
     def __str__(self) -> str:
         """One line that is equal on ranks with equal options."""
         backend = getattr(self.compile_backend, "__qualname__", self.compile_backend)
         return (
             f"mixed_precision={self.mixed_precision}, offload={self.offload}, checkpointing={self.checkpointing}, "
-            f"compile={self.compile}, compile_backend={backend}"
+            f"compile={self.compile}, compile_backend={backend}, masters={self.masters}"
         )
 
     def uses_fsdp(self, plan: Plan) -> bool:
         """Whether the model is given to FSDP: also over a single data rank where only FSDP has the option."""
-        return plan.mesh.data > 1 or self.mixed_precision is not None or self.offload
+        return plan.mesh.data > 1 or self.mixed_precision is not None or self.masters is not None or self.offload
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
@@ -104,7 +117,7 @@ class Training:
         """
         if plan.mesh.data == 1 and self.uses_fsdp(plan):
             check_fsdp(model, plan)
-        if self.mixed_precision == BFLOAT16:
+        if self.mixed_precision == BFLOAT16 and self.masters is None:
             _check_master(model)
         if self.offload:
             _check_backends(mesh.device_type)
@@ -115,6 +128,16 @@ class Training:
                 got="no fsdp unit with modules inside, besides the model itself",
                 help="leave the option out, or apply torch.utils.checkpoint and torch.compile in the model",
             )
+
+    def settled(self, model: nn.Module) -> Training:
+        """Return the options with the policy that masters alone mean for ``model``, which is not sharded.
+
+        Raises:
+            InvalidArgument: it has no one dtype to compute in, or needs no masters.
+        """
+        if self.masters is None or self.mixed_precision is not None:
+            return self
+        return replace(self, mixed_precision=own_policy(model, self.masters))
 
     def prepare(self, model: nn.Module, plan: Plan, sums: Sequence[UnitSums]) -> None:
         """Checkpoint and compile the blocks, in place: after tensor parallelism, before FSDP.
@@ -154,7 +177,7 @@ def _check_master(model: nn.Module) -> None:
         raise InvalidArgument(
             f"mixed_precision={BFLOAT16!r} trains float32 parameters, and {len(narrow)} are narrower already",
             at=narrow[0],
-            help="cast the model with model.float() before planning; or, to train without float32 parameters, pass "
+            help="pass masters=torch.float32 for float32 parameters in the optimizer; or, to train without them, "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
         )
 

@@ -126,7 +126,8 @@ class StateMove:
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
         if self._is_elementwise(key, value):
-            return self.cut(self.fqn, self._follow_dtype(value), self.parameter)
+            # cut first: only a rank's part changes its dtype
+            return self._follow_dtype(self.cut(self.fqn, value, self.parameter))
         # as torch's own load_state_dict: a step count is read on the host unless the kernel reads it on the device
         if self.parameter.is_meta or (key == "step" and not self.step_follows):
             return value
