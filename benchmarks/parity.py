@@ -7,9 +7,7 @@ stopped; rows that another version of the code found are done again.
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
-import pkgutil
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,10 +16,8 @@ from pathlib import Path
 import torch
 from page import ROOT, version
 from parity_page import page
-from zoo.children import Answer, answers
+from zoo.children import Answer, answers, load_all
 from zoo.parity import DEGREES, Row, cases, measured
-
-import autoshard
 
 
 def main() -> None:
@@ -39,9 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)  # each child has one core
 
     code = version()
-    for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)  # here, not in each child: the code may change while this runs
+    load_all()
     everything = [_job(case, tp) for case in cases() for tp in DEGREES]
     rows = {_job(r.case, r.tp): r for r in _read(options.results) if options.stale or r.code == code}
     todo = [_job(c, tp) for c in options.cases for tp in DEGREES] or [job for job in everything if job not in rows]

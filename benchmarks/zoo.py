@@ -19,7 +19,7 @@ import torch
 from page import ROOT, version
 from rich.console import Console
 from rich.progress import Progress
-from zoo.children import Answer, answers
+from zoo.children import Answer, answers, load_all
 from zoo.classes import plan_types
 from zoo.measure import measured
 from zoo.popular import POPULAR
@@ -44,6 +44,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)  # each child has one core
 
+    load_all()
     code, planned, verify = version(), set(plan_types()), not options.no_verify
     everything = list(dict.fromkeys([*sorted(planned), *POPULAR]))
     rows = {r.type: r for r in _read(options.results) if options.stale or r.code == code}

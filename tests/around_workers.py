@@ -167,7 +167,10 @@ def batch_norm(mesh: Mesh) -> float:
     for one in (whole, model):
         update_bn(data, one)
     wanted = dict(whole.named_buffers())
-    return max(float((buffer - wanted[name]).abs().max()) for name, buffer in model.named_buffers())
+    found = {name: value for name, value in model.state_dict().items() if name in wanted}
+    # those of cut channels are cut with them, and whole in a state dict
+    wholes = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in found.items()}
+    return max(float((wholes[name] - buffer).abs().max()) for name, buffer in wanted.items())
 
 
 def unfrozen(mesh: Mesh) -> Report:

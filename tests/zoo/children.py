@@ -6,13 +6,17 @@ milliseconds, and one that dies, leaks or hangs concerns its own job only.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import pkgutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import autoshard
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,10 @@ def _end(running: dict[Connection, _Child], ours: Connection) -> None:
     child.process.kill()
     child.process.join()
     ours.close()
+
+
+def load_all() -> None:
+    """Import all of the package, here and not in each child: the code may change while a sweep runs."""
+    for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)

@@ -48,7 +48,7 @@ FLOORS = {
     # images, images with texts, sound, a state-space model
     "vit": 1.0,
     "dinov2": 1.0,
-    "siglip": 0.99,
+    "siglip": 0.92,
     "clip": 1.0,
     "wav2vec2": 1.0,
     "mamba": 1.0,
