@@ -25,9 +25,10 @@ untouched model in float64.
 _RULES = """\
 A plan agrees with a hand plan as far as the dims go that each cuts of each parameter. *Same*: the same dims, and no
 more bytes moved. *Better*: the same parameters with fewer bytes moved, or a superset with no more bytes moved per byte
-cut. *Worse*: fewer parameters, or the same with more bytes moved. *Different*: anything else. Bytes moved are those
-of the conversions of activations, forward and backward, on the traced graph; modules that take one value in count it
-once, for both plans.
+cut; or a superset that is made again with all that the hand plan leaves whole kept whole, and then moves no more than
+the hand plan. *Worse*: fewer parameters, or the same with more bytes moved. *Different*: anything else. Bytes moved are
+those of the conversions of activations, forward and backward, on the traced graph; modules that take one value in count
+it once, for both plans.
 """
 
 
