@@ -21,6 +21,7 @@ from autoshard.passes.factors import leaves
 from autoshard.passes.inside import Inside, find_texts
 from autoshard.passes.listen import draws_in_training
 from autoshard.passes.localise import Localise
+from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.place import Place
 from autoshard.passes.resize import Resize
 from autoshard.passes.states import Placed
@@ -125,7 +126,7 @@ class _Solver:
     """Chooses and places cuts until nothing is sent back, once per tp degree."""
 
     def __init__(self, factored: Factored, pinned: Mapping[str, str], weigh: bool, texts: Callable[[], Inside]) -> None:
-        self.factored = factored
+        self.index = Occurrences(factored)
         self.pinned = pinned
         self.weigh = weigh
         self.texts = texts
@@ -136,7 +137,7 @@ class _Solver:
         """Return the placed cuts for a degree."""
         while tp not in self.placed:
             banned = self.banned.setdefault(tp, {})
-            chosen = ChooseCuts(tp, dict(banned), self.pinned, self.weigh).run(self.factored)
+            chosen = ChooseCuts(tp, dict(banned), self.pinned, self.weigh).run(self.index)
             placed = Place(self.texts).run(chosen)
             if placed.refused:
                 banned.update(placed.refused)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import logging
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 # the ranks of the tests serve here too
@@ -17,6 +22,28 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def sweep_options(description: str | None, option: str, one: str, name: str) -> argparse.ArgumentParser:
+    """Return the options of a sweep over tiny models, and make this process one whose children have a core each.
+
+    Args:
+        description: what the command does.
+        option: names what is to be done again.
+        one: what one process measures.
+        name: of the page and of the file with the results.
+    """
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(option, nargs="+", default=[], help="names, done again; all where left out")
+    parser.add_argument("--timeout", type=float, default=300, help=f"seconds for {one}")
+    parser.add_argument("--workers", type=int, default=2, help="processes at once")
+    parser.add_argument("--stale", action="store_true", help="take rows that another version of the code found")
+    parser.add_argument("--write", action="store_true", help=f"write docs/{name}.md")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / f"{name}.jsonl")
+    return parser
 
 
 def version() -> str:

@@ -6,15 +6,11 @@ stopped; rows that another version of the code found are done again.
 
 from __future__ import annotations
 
-import argparse
-import logging
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from page import ROOT, version
+from page import ROOT, sweep_options, version
 from parity_page import page
 from zoo.children import Answer, answers, load_all
 from zoo.parity import DEGREES, Row, cases, measured
@@ -22,17 +18,8 @@ from zoo.parity import DEGREES, Row, cases, measured
 
 def main() -> None:
     """Measure the named cases, or all that are not done; print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", default=[], help="names, done again; all where left out")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one case at one degree")
-    parser.add_argument("--workers", type=int, default=2, help="processes at once")
-    parser.add_argument("--stale", action="store_true", help="take rows that another version of the code found")
-    parser.add_argument("--write", action="store_true", help="write docs/parity.md")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "parity.jsonl")
+    parser = sweep_options(__doc__, "--cases", "one case at one degree", "parity")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)  # each child has one core
 
     code = version()
     load_all()

@@ -6,17 +6,13 @@ stopped; rows that another version of the code found are done again.
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from page import ROOT, version
+from page import ROOT, sweep_options, version
 from rich.console import Console
 from rich.progress import Progress
 from zoo.children import Answer, answers, load_all
@@ -31,18 +27,9 @@ VERDICTS = ROOT / "tests" / "zoo" / "hand_verdicts.json"
 
 def main() -> None:
     """Measure the named types, or all that are not done; print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--types", nargs="+", default=[], help="model types, done again; all where left out")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one type")
-    parser.add_argument("--workers", type=int, default=2, help="processes at once")
+    parser = sweep_options(__doc__, "--types", "one type", "zoo")
     parser.add_argument("--no-verify", action="store_true", help="plan only")
-    parser.add_argument("--stale", action="store_true", help="take rows that another version of the code found")
-    parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "zoo.jsonl")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)  # each child has one core
 
     load_all()
     code, planned, verify = version(), set(plan_types()), not options.no_verify

@@ -61,7 +61,7 @@ class Chosen:
     """The cuts that are made, the ones that are not with their reasons, and what each parameter's dims ran into.
 
     Attributes:
-        factored: the factors.
+        index: where leaves occur in the graph.
         degree: tp ranks.
         cuts: the picked cuts.
         refused: matrices that stay whole, with the reason that tells most.
@@ -69,12 +69,17 @@ class Chosen:
         divisions: how each cut parameter is divided, by all cuts together.
     """
 
-    factored: Factored
+    index: Occurrences
     degree: int
     cuts: tuple[Cut, ...]
     refused: tuple[Refusal, ...]
     whys: Mapping[str, str]
     divisions: Mapping[str, Division] = field(default_factory=dict)
+
+    @property
+    def factored(self) -> Factored:
+        """The factors."""
+        return self.index.factored
 
     @cached_property
     def inner(self) -> frozenset[Factor]:
@@ -130,11 +135,10 @@ class ChooseCuts:
     pinned: Mapping[str, str] = field(default_factory=dict)
     weigh: bool = False
 
-    def run(self, factored: Factored) -> Chosen:
+    def run(self, index: Occurrences) -> Chosen:
         """Return the chosen cuts."""
         if self.degree == 1:
-            return Chosen(factored, 1, (), (), {})
-        index = Occurrences(factored)
+            return Chosen(index, 1, (), (), {})
         cuts: list[Cut] = []
         reasons: dict[str, tuple[int, Refusal]] = {}
         for leaf in index.candidates:
@@ -170,14 +174,14 @@ class ChooseCuts:
         matrices = [fqn for fqn in left if len(index.parameter[fqn].meta.shape) > 1 and fqn not in gathered]
         refused = dict.fromkeys(replace(left[fqn], fqn=fqn) for fqn in matrices)
         whys = {fqn: r.why + (f" ({r.where})" if r.where else "") for fqn, r in left.items()}
-        chosen = Chosen(factored, self.degree, picked, tuple(refused), whys)
-        return replace(chosen, divisions=self._divisions(index, chosen))
+        chosen = Chosen(index, self.degree, picked, tuple(refused), whys)
+        return replace(chosen, divisions=self._divisions(chosen))
 
-    def _divisions(self, index: Occurrences, chosen: Chosen) -> dict[str, Division]:
+    def _divisions(self, chosen: Chosen) -> dict[str, Division]:
         """Return how each cut parameter is divided by all cuts together."""
         found = {fqn: division for cut in chosen.cuts if cut.gathered for fqn, division in cut.divisions.items()}
         for fqn in dict.fromkeys(fqn for cut in chosen.cuts if not cut.gathered for fqn in cut.divisions):
-            division = index.division(fqn, chosen.inner, chosen.ways, self.degree)
+            division = chosen.index.division(fqn, chosen.inner, chosen.ways, self.degree)
             assert division is not None, "checked when the cut was made"
             found[fqn] = division
         return found

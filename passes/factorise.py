@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Meta, Op, Ref, Traced
-from autoshard.passes.factors import Block, Factor, leaves
+from autoshard.passes.factors import Factor
 from autoshard.passes.literals import numbers_of
 from autoshard.passes.rules import TABLE, Contraction, Literal, Walk
 from autoshard.passes.rules.shape import unsupported
@@ -104,12 +104,3 @@ def _fits(op: Op, result: Result) -> bool:
         if meta is not None and got != meta.shape:
             return False
     return True
-
-
-def blocks_of(dims: Dims) -> list[Block]:
-    """Return every block on the leaves of some dims, in reading order."""
-    found: dict[Block, None] = {}
-    for dim in dims:
-        for leaf in leaves(dim):
-            found.update(leaf.blocks)
-    return list(found)

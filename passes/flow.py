@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from autoshard.ir import Call, Meta, Op, Ref
 from autoshard.passes.cut import Chosen
-from autoshard.passes.factors import Factor, count
+from autoshard.passes.factors import count
 from autoshard.passes.rules import ADDING, HOMOGENEOUS, SHAPED, VIEWS
 from autoshard.passes.rules.opaque import OPAQUE
 from autoshard.passes.states import Refused, State
@@ -32,18 +32,12 @@ class Flow:
         self.live = {place for cut in chosen.cuts for place in cut.touched}
         self.calls: dict[int, Call] = {call.id: call for call in self.traced.calls}
         self.metas = self.traced.metas()
-        self.ops = {op.name: op for op in self.traced.ops}
+        self.ops = chosen.index.ops
         self.order = {name: i for i, name in enumerate(s.name for s in self.traced.sources)}
         self.order |= {op.name: len(self.order) + i for i, op in enumerate(self.traced.ops)}
         self.returned = {o.value for o in self.traced.outputs if not o.state}
-        self.users: dict[str, list[Op]] = defaultdict(list)
+        self.users = chosen.index.users
         self.parameter_of: dict[str, str] = {s.name: s.fqn for s in self.traced.sources if s.kind == "parameter"}
-        self.contracting: dict[str, list[tuple[Factor, str]]] = defaultdict(list)
-        for item in self.factored.contractions:
-            self.contracting[item.op].append((item.factor, item.kind))
-        for op in self.traced.ops:
-            for name in dict.fromkeys(op.refs()):
-                self.users[name].append(op)
         self.states: dict[str, State] = {}
         self.trainable: dict[str, bool] = {}
         self.weights: set[str] = set()
@@ -158,7 +152,7 @@ class Flow:
     def contracts(self, op: Op) -> list[str]:
         """Return the kinds of the cut contractions of an op."""
         found = []
-        for factor, kind in self.contracting.get(op.name, ()):
+        for factor, kind in self.chosen.index.contracting.get(op.name, ()):
             # the rows of a table whose other user's result is gathered are cut all the same
             rows = kind == "lookup" and any(self.chosen.gathered_dim(name) == 0 for name in op.refs())
             if rows or count(factor, self.chosen.inner):
@@ -174,7 +168,7 @@ class Flow:
     def _partial(self, op: Op, states: Mapping[str, State]) -> None:
         """A contraction over a cut factor: each rank has a partial sum."""
         if State.P in states.values():
-            made = {o for name, state in states.items() if state is State.P for o in self.origins[name]}
+            made = self._made(states)
             raise Refused(op, "a partial sum would enter another sum", self._sums(states), sums=made)
         for name in states:
             if states[name] in (State.S, State.V) or not self.is_float(name):
@@ -188,7 +182,7 @@ class Flow:
     def _pass_partial(self, op: Op, states: Mapping[str, State]) -> None:
         partial = [name for name, state in states.items() if state is State.P]
         others = [name for name in states if states[name] is not State.P and self.is_float(name)]
-        self.origins[op.name] = {o for name in partial for o in self.origins[name]}
+        self.origins[op.name] = self._made(states)
         self.states[op.name] = State.P
         if any(states[name] is State.S for name in others):
             raise self._needs_sum(op, states)
@@ -214,15 +208,19 @@ class Flow:
         metas = op.result if isinstance(op.result, tuple) else (op.result,)
         return all(meta is None or meta.is_float for meta in metas)
 
+    def _made(self, states: Mapping[str, State]) -> set[str]:
+        """Return the ops whose sums the partial operands are made of."""
+        return {o for name, state in states.items() if state is State.P for o in self.origins[name]}
+
     def _sums(self, states: Mapping[str, State]) -> list[str]:
         """Return the ops and operands of the sums that partial operands are made of."""
-        made = {o for name, state in states.items() if state is State.P for o in self.origins[name]}
+        made = self._made(states)
         return [*sorted(made), *(ref for o in sorted(made) for ref in self.ops[o].refs())]
 
     def _needs_sum(self, op: Op, states: Mapping[str, State]) -> Refused:
         what = op.target.split(".")[-1]
-        made = {o for name, state in states.items() if state is State.P for o in self.origins[name]}
-        refused = Refused(op, f"{what} needs the whole sum, inside the module's own code", sums=made)
+        why = f"{what} needs the whole sum, inside the module's own code"
+        refused = Refused(op, why, sums=self._made(states))
         refused.values = self._sums(states)  # not the cuts of this op's other operands
         return refused
 

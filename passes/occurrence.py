@@ -194,18 +194,6 @@ class Occurrences:
                 return None if pieces is None else Division(dim, tuple(pieces), degree)
         return None
 
-    def makes(self, op: Op, leaf: Factor) -> bool:
-        """Whether ``op`` is a matmul with a weight that puts ``leaf`` into its result, from activations without it."""
-        cut = frozenset([leaf])
-        if not any(kind == "matmul" for _, kind in self.contracting.get(op.name, ())):
-            return False
-        if any(count(factor, cut) for factor, _ in self.contracting[op.name]):
-            return False
-        activations = [n for n in op.refs() if n not in self.by_value]
-        if any(count(d, cut) for n in activations for d in self.factored.single(n)):
-            return False
-        return sum(count(d, cut) for d in self.factored.single(op.name)) == 1
-
     def looks_up(self, op: Op, leaf: Factor) -> bool:
         """Whether ``op`` picks rows of a table whose rows are ``leaf``."""
         return any(

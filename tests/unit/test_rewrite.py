@@ -19,6 +19,7 @@ from autoshard.errors import InvalidArgument, PlanMismatch
 from autoshard.executor.settings import check_attributes
 from autoshard.passes.cut import ChooseCuts
 from autoshard.passes.factorise import Factorise
+from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.place import Place
 from autoshard.passes.resize import Resize
 from autoshard.passes.trace import Trace
@@ -103,7 +104,7 @@ class Twice(Qkv):
 def stuck(model: nn.Module) -> list[Refusal]:
     """Return what resizing refuses of the first cuts."""
     traced = Trace(X).run(model)
-    placed = Place().run(ChooseCuts(2, {}, {}).run(Factorise().run(traced)))
+    placed = Place().run(ChooseCuts(2, {}, {}).run(Occurrences(Factorise().run(traced))))
     return list(Resize(X).run(model, placed)[1].values())
 
 
