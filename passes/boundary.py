@@ -36,7 +36,7 @@ class Boundaries:
     exits: frozenset[str] = frozenset()
     conversions: list[Conversion] = field(default_factory=list)
     lookups: dict[str, str] = field(default_factory=dict)
-    _done: dict[str, frozenset[str]] = field(default_factory=dict)
+    _done: dict[str, int] = field(default_factory=dict)  # edges of a value when its entry was placed: they only grow
 
     # ---- where values leave regions
     def leave(self, op: Op) -> None:
@@ -89,10 +89,10 @@ class Boundaries:
         """Reduce a partial sum where it enters the one module call that uses it, if a reduction is due there."""
         flow = self.flow
         users = flow.users[op.name]
-        for call in flow.traced.calls:
+        for call in flow.takers[op.name]:
             paths = [path for path, value in call.inputs.items() if value == op.name]
-            once = sum(other.fqn == call.fqn for other in flow.traced.calls) == 1
-            if once and len(paths) == 1 and call.id not in op.calls and all(call.id in user.calls for user in users):
+            once = flow.times_called[call.fqn] == len(paths) == 1
+            if once and call.id not in op.calls and all(call.id in user.calls for user in users):
                 if all(user.target in HOMOGENEOUS for user in users):
                     return False  # it may pass through, and be reduced later
                 self._convert(call, "inputs", paths[0], "P->R", op.name, "each rank has a part of the sum")
@@ -146,13 +146,13 @@ class Boundaries:
         """
         flow = self.flow
         while True:
-            names = {value: frozenset(op.name for op in ops) for value, ops in flow.edges.items() if ops}
-            pending = [v for v in names if v not in flow.weights and self._done.get(v) != names[v]]
+            edges = ((v, len(ops)) for v, ops in flow.edges.items() if v not in flow.weights)
+            pending = [v for v, number in edges if number != self._done.get(v, 0)]
             if not pending:
                 return
             value = max(pending, key=lambda name: flow.order.get(name, -1))
             self._forget(value)
-            self._done[value] = names[value]
+            self._done[value] = len(flow.edges[value])
             self._enter(value)
 
     def _forget(self, value: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from autoshard.ir import Call, Meta, Op, Ref
@@ -31,6 +31,11 @@ class Flow:
         self.traced = chosen.factored.traced
         self.live = {place for cut in chosen.cuts for place in cut.touched}
         self.calls: dict[int, Call] = {call.id: call for call in self.traced.calls}
+        self.takers: dict[str, list[Call]] = defaultdict(list)
+        for call in self.traced.calls:
+            for name in dict.fromkeys(call.inputs.values()):
+                self.takers[name].append(call)
+        self.times_called = Counter(call.fqn for call in self.traced.calls)
         self.metas = self.traced.metas()
         self.ops = chosen.index.ops
         self.order = {name: i for i, name in enumerate(s.name for s in self.traced.sources)}
