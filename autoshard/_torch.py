@@ -204,6 +204,20 @@ class GraphRecorder:
         self._last = last
 
     @staticmethod
+    def place(tensor: Tensor, site: str) -> None:
+        """Note which instruction made ``tensor``, where a graph is being built and no inner call has noted one."""
+        mode = proxy_tensor.get_proxy_mode()
+        slot: Any = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta.setdefault("autoshard_site", site)
+
+    @staticmethod
+    def site_of(node: fx.Node) -> str:
+        """Return the instruction that made a node, empty where none was noted."""
+        site: str = node.meta.get("autoshard_site", "")
+        return site
+
+    @staticmethod
     def marks_of(node: fx.Node) -> list[int]:
         """Return the marks that a node carries."""
         marks: list[int] = node.meta.get("autoshard_marks", [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autoshard.cluster import Cluster
 from autoshard.errors import InvalidArgument, MeshMismatch
+from autoshard.passes.choose_mesh import CHECKPOINTING
+from autoshard.passes.weights import MOMENTS
 from autoshard.pipeline import Options, run
 from autoshard.plans import Plan
 from autoshard.reading import read_plan
@@ -31,8 +34,16 @@ def plan(
     batch: int | None = None,
     sequence: int | None = None,
     dtype: str | None = None,
+    device: str | Cluster | None = None,
     memory: float | None = None,
     devices_per_node: int | None = None,
+    interconnect: str | None = None,
+    global_batch: int | None = None,
+    optimizer: str | None = None,
+    mixed_precision: str | None = None,
+    masters: str | None = None,
+    checkpointing: str | None = None,
+    sequence_parallel: bool | None = None,
     overrides: Mapping[str, str] | None = None,
     example_inputs: Any = None,
     dump_dir: str | Path | None = None,
@@ -49,8 +60,17 @@ def plan(
         batch: sequences per data-parallel rank, 1 where left out.
         sequence: tokens per sequence, 2048 where left out.
         dtype: dtype of activations, such as ``"bfloat16"``; the parameters' own where left out.
-        memory: GiB of one device, 80 where left out.
-        devices_per_node: tp stays inside a node, of 8 devices where left out.
+        device: the name of a device, such as ``"H100-80"``, or a whole ``Cluster``; an H100 of 80 GiB where left out.
+        memory: GiB of one device; its own where left out.
+        devices_per_node: devices that share the fast link; as the device is usually built where left out.
+        interconnect: between nodes, such as ``"400Gb"`` a device; as usual where left out.
+        global_batch: sequences of one step over all data ranks, in place of ``batch``.
+        optimizer: ``"adamw"``, ``"sgd"`` or ``"sgd-momentum"``, for what it keeps of each parameter; adamw where left
+            out.
+        mixed_precision: ``"bfloat16"`` as in ``parallelize``.
+        masters: ``"float32"`` for float32 parameters in the optimizer of a narrower model, as in ``parallelize``.
+        checkpointing: ``"none"``, ``"selective"`` or ``"full"``; chosen where left out.
+        sequence_parallel: whether tp ranks divide the sequence between regions in training (sequence parallelism).
         overrides: ``"replicate"`` by module or parameter pattern, such as ``{"layers.*.adapter": "replicate"}``.
         example_inputs: a tuple of positional arguments, a dict of keyword arguments, or a pair of both; synthesised
             where left out.
@@ -68,8 +88,13 @@ def plan(
         batch=batch or 1,
         sequence=sequence or 2048,
         dtype=dtype,
-        memory_bytes=int((80 if memory is None else memory) * 2**30),
-        devices_per_node=devices_per_node or 8,
+        cluster=_cluster(device, devices_per_node, interconnect, memory),
+        global_batch=global_batch,
+        optimizer=_one_of("optimizer", optimizer, MOMENTS) or "adamw",
+        mixed_precision=_one_of("mixed_precision", mixed_precision, ("bfloat16",)),
+        masters=_one_of("masters", masters, ("float32",)),
+        checkpointing=_one_of("checkpointing", checkpointing, CHECKPOINTING),
+        sequence_parallel=sequence_parallel,
         overrides=overrides or {},
         example_inputs=example_inputs,
     )
@@ -81,6 +106,27 @@ def plan(
     return made
 
 
+def _cluster(
+    device: str | Cluster | None, devices_per_node: int | None, interconnect: str | None, memory: float | None
+) -> Cluster:
+    """Return the cluster that the options describe."""
+    if isinstance(device, Cluster):
+        if (devices_per_node, interconnect, memory) != (None, None, None):
+            raise InvalidArgument(
+                "a cluster says all about its devices",
+                got="device=Cluster(...) with devices_per_node, interconnect or memory",
+                help="change it with dataclasses.replace, or give the name of a device",
+            )
+        return device
+    return Cluster.of(device or "H100-80", devices_per_node, interconnect, memory)
+
+
+def _one_of(name: str, value: Any, allowed: Iterable[str]) -> Any:
+    if value is not None and value not in allowed:
+        raise InvalidArgument(f"no {name} is called {value!r}", got=f"{value!r}; allowed: {', '.join(allowed)}")
+    return value
+
+
 def parallelize(
     model: nn.Module,
     plan: Plan | Mapping[str, Any] | str | Path,
@@ -88,7 +134,7 @@ def parallelize(
     optimizer: Wanted = None,
     mixed_precision: str | MixedPrecisionPolicy | None = None,
     offload: bool = False,
-    checkpointing: str = "none",
+    checkpointing: str | None = None,
     compile: bool = False,
     compile_backend: str | Callable[..., Any] | None = None,
     masters: torch.dtype | None = None,
@@ -101,14 +147,15 @@ def parallelize(
         optimizer: optimizers made before, which end on the sharded parameters, changed in place; or functions that
             make one of the sharded model's named parameters, such as ``torch.optim.AdamW``: see ``optimizers``.
         mixed_precision: ``"bfloat16"`` computes in bfloat16, and reduces and keeps parameters in float32; or torch's
-            ``MixedPrecisionPolicy``, taken as it is.
+            ``MixedPrecisionPolicy``, taken as it is; as the plan says where left out.
         offload: keep parameters, gradients and optimizer state on the host between uses.
         checkpointing: recompute ``"none"`` of each block's activations in backward, ``"selective"``: all but matmuls
-            and attention, or ``"full"``.
+            and attention, or ``"full"``; as the plan says where left out.
         compile: compile each block, in place.
         compile_backend: torch.compile's backend, ``"inductor"`` where left out.
         masters: ``torch.float32`` keeps float32 parameters and optimizer state for a bfloat16 or float16 model, each
-            rank its own part; the forward stays in ``mixed_precision``, or in the model's own dtype.
+            rank its own part; the forward stays in ``mixed_precision``, or in the model's own dtype; as the plan says
+            where left out.
 
     Returns:
         ``model``.
@@ -122,9 +169,15 @@ def parallelize(
     from autoshard.optim.forgotten import remember, warn_forgotten
     from autoshard.optim.made import make_all, split
 
-    training = Training(mixed_precision, offload, checkpointing, compile, compile_backend, masters)
     ensure_process_group(offload)
     made = read_plan(plan)
+    work = made.workload
+    if mixed_precision is None and masters is None and work.reduced is not None:
+        mixed_precision = work.dtype if work.stored is None else None
+        masters = torch.float32 if work.stored is not None else None
+    training = Training(
+        mixed_precision, offload, checkpointing or made.checkpointing, compile, compile_backend, masters
+    )
     with Unanimous(made):
         if made.mesh.world != dist.get_world_size():
             raise MeshMismatch(
@@ -150,7 +203,7 @@ def auto_parallelize(
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     mixed_precision: str | MixedPrecisionPolicy | None = None,
     offload: bool = False,
-    checkpointing: str = "none",
+    checkpointing: str | None = None,
     compile: bool = False,
     compile_backend: str | Callable[..., Any] | None = None,
     masters: torch.dtype | None = None,
@@ -165,10 +218,18 @@ def auto_parallelize(
     from autoshard.executor.together import together
 
     ensure_process_group(offload)
-    made = together(lambda: _make_plan(model, world, **options)) if plan is None else plan
+    if plan is None:
+        narrow = mixed_precision.param_dtype if isinstance(mixed_precision, MixedPrecisionPolicy) else mixed_precision
+        wanted = {
+            "mixed_precision": None if narrow is None else str(narrow).removeprefix("torch."),
+            "masters": None if masters is None else str(masters).removeprefix("torch."),
+            "checkpointing": checkpointing,
+            "optimizer": _kind(optimizer),
+        }
+        plan = together(lambda: _make_plan(model, world, **(wanted | options)))
     return parallelize(
         model,
-        made,
+        plan,
         optimizer=optimizer,
         mixed_precision=mixed_precision,
         offload=offload,
@@ -180,6 +241,15 @@ def auto_parallelize(
 
 
 _make_plan = plan
+
+
+def _kind(wanted: Wanted) -> str:
+    """Return which optimizer that plans know keeps as much as ``wanted``; two moments where it is none of them."""
+    made = [one for one in (wanted if isinstance(wanted, (list, tuple)) else [wanted]) if one is not None]
+    plain = [one for one in made if isinstance(one, torch.optim.SGD)]
+    if not made or len(plain) < len(made):
+        return "adamw"
+    return "sgd-momentum" if any(group["momentum"] for one in plain for group in one.param_groups) else "sgd"
 
 
 def _world(world: int | None) -> int:

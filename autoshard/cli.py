@@ -1,4 +1,4 @@
-"""The command line: ``autoshard explain``, ``autoshard verify``, ``autoshard show`` and ``autoshard diff``.
+"""The command line: ``autoshard explain``, ``verify``, ``show``, ``diff`` and ``probe``.
 
 Exit codes: 0 done, 1 refused, below the gate or not exact, 2 wrong usage. torch is imported only once a
 model must be read.
@@ -83,9 +83,20 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--batch", type=_POSITIVE, help="Sequences per data rank; 1 where left out.")
 @click.option("--sequence", type=_POSITIVE, help="Tokens per sequence; 2048 where left out.")
 @click.option("--dtype", type=_DTYPES, help="Dtype of activations; the parameters' own where left out.")
-@click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one device; 80 where left out.")
+@click.option("--global-batch", type=_POSITIVE, help="Sequences of one step over all data ranks, not --batch.")
+@click.option("--device", help="Such as H100-80, or a file of `autoshard probe`; H100-80 where left out.")
+@click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="GiB of one device.")
+@click.option("--nodes", type=_POSITIVE, help="Number of nodes: says how many devices are in each.")
+@click.option("--devices-per-node", type=_POSITIVE, help="Devices that share a fast link.")
+@click.option("--interconnect", metavar="RATE", help="Between nodes, for each device: 400Gb, 50GB/s, 3.2Tb/node.")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd", "sgd-momentum"]), help="adamw where left out.")
+@click.option("--mixed-precision", type=click.Choice(["bfloat16"]), help="Compute in it.")
+@click.option("--masters", type=click.Choice(["float32"]), help="Hold parameters in it for a narrower model.")
+@click.option("--checkpointing", type=click.Choice(["none", "selective", "full"]), help="Chosen where left out.")
 @click.option(
-    "--devices-per-node", type=_POSITIVE, help="Devices that share a fast link: tp stays inside; 8 where left out."
+    "--sequence-parallel/--no-sequence-parallel",
+    default=None,
+    help="Cut the sequence over tp between regions, in training.",
 )
 @click.option(
     "--override", "overrides", multiple=True, callback=_overrides, metavar="PATTERN=replicate", help="Pin modules."
@@ -160,6 +171,26 @@ def diff(first: str, second: str, exit_code: bool) -> None:
         sys.exit(1)
 
 
+@main.command(cls=_Command)
+@click.option("--processes", type=click.IntRange(min=2), default=2, show_default=True, help="Local ranks: its devices.")
+@click.option("--out", type=click.Path(dir_okay=False), help="Write the file here, not to the standard output.")
+@_traceback
+def probe(processes: int, out: str | None) -> None:
+    """Measure this machine's processors as a cluster of local processes, for plans that are made for it.
+
+    Run it while nothing else runs. What it writes is a file that Cluster.load reads.
+    """
+    with _progress(f"measuring with {processes} processes"):
+        from autoshard import probe as probing
+
+        cluster = probing.probe(processes)
+    if out is None:
+        click.echo(cluster.to_toml(), nl=False)
+    else:
+        cluster.save(out)
+        click.echo(f"{cluster.device.name}: written to {out}")
+
+
 def _check_degrees(plan: Plan | None, tp: int | None, processes: int | None) -> None:
     """Refuse degrees that contradict each other before the model is read."""
     degree = tp or (plan.mesh.tp if plan is not None else 1)
@@ -203,7 +234,27 @@ def _make_plan(target: str, **options: Any) -> Plan:
         from autoshard import api
 
         plan: Callable[..., Plan] = api.plan
-        return plan(model, progress=say, **options)
+        return plan(model, progress=say, **_machine(options))
+
+
+def _machine(options: dict[str, Any]) -> dict[str, Any]:
+    """Turn what the command line says of the machine into what ``plan`` takes."""
+    nodes, world = options.pop("nodes"), options["world"]
+    if nodes is not None:
+        if options["devices_per_node"] is not None and nodes * options["devices_per_node"] != world:
+            raise MeshMismatch(
+                f"{nodes} nodes of {options['devices_per_node']} devices are not a world of {world}",
+                help="leave out --nodes or --devices-per-node",
+            )
+        if world % nodes:
+            raise MeshMismatch(f"a world of {world} does not divide over {nodes} nodes", got=f"--nodes {nodes}")
+        options["devices_per_node"] = world // nodes
+    device = options["device"]
+    if device is not None and device.endswith(".toml"):
+        from autoshard.cluster import Cluster
+
+        options["device"] = Cluster.load(device)
+    return options
 
 
 @contextmanager

@@ -1,201 +1,257 @@
-"""Bytes and collectives of a placed model on a mesh.
+"""What one training step needs and takes on one rank: the equations.
 
-Symbols: ``t`` tp degree, ``s`` dp_shard, ``r`` dp_replicate, ``p`` the numel of a parameter on one tp rank, ``e`` bytes
-of an element. All figures are bytes on rank 0.
+Every function here takes numbers or sympy symbols alike: what is evaluated is what ``explain --formula`` prints.
 
-(1) parameters   sum of e * ceil(d0 / s) * (p / d0), d0 the first dim             -> ``local_bytes``
-(2) gradients    as (1), over trainable parameters                                -> ``memory``
-(3) optimizer    2 * (2): the two moments of AdamW, in the parameter's dtype      -> ``memory``
-(4) gathered     the root's parameters and twice the largest other unit's         -> ``memory``
-(5) activations  results of differentiable ops that are no views, each once: an upper bound without checkpointing
-                                                                                  -> ``activation_bytes``
-(6) collectives  one per conversion, per unit and gradient sum                    -> ``collectives``
+Symbols. Bytes, seconds, elements; all of one rank.
+
+    B, T       sequences per data rank, tokens per sequence
+    t, s, r    degrees of tp, dp_shard, dp_replicate
+    u          an FSDP unit, in the order of forward; the root is the unit of what is in no other
+    p, g, o    bytes of u's parameters, gradients and optimizer state, whole over dp_shard
+    q, w       bytes of u's parameters as they are gathered, and of its gradients as they are reduced
+    k, d, x    bytes of u's activations: kept for backward; of those, results of matmuls and attention; its arguments
+    y          bytes backward of u needs at its worst moment beside those that are kept
+    v          elements of the logits, where the loss is computed outside of the model
+    f, m, l    FLOPs of matmuls and attention, bytes moved, kernels, in one forward of u
+    F, M       sustained FLOP/s and bytes/s of the device
+    n, b       ranks and payload bytes of a collective: the input of an all-reduce or reduce-scatter, or the output of
+               an all-gather
+    N          devices of a node
+
+Memory.
+
+    (1)  state       = sum over u of (p + o) / s                                    -> ``state_bytes``
+    (2)  gradients   = sum over u of g / s                                          -> ``gradient_bytes``
+    (3)  gathered    = q where s > 1 or the forward computes in another dtype       -> ``gathered_bytes``
+    (4)  kept        = k; x + d under selective, x under full checkpointing of u    -> ``kept_bytes``
+    (5)  at the loss = kept of all u + gathered root + 12 v                         -> ``at_the_loss``
+    (6)  in u        = kept of all before u + k + y + gathered root, u and the one before it + w of the one
+                       after it + g / s of all after it                             -> ``in_backward``
+    (7)  at the step = 2 * gradients                                                -> ``at_the_step``
+    (8)  peak        = (1) + the largest of (5), (6) for each u, and (7)            -> ``peak_bytes``
+
+(5): a float32 cross-entropy keeps its log-probabilities and holds two gradients of them: 3 x 4 bytes an element.
+(6): FSDP gathers the next unit while one computes, and frees the buffer of a reduction behind the next one.
+(7): a foreach optimizer holds one temporary as large as the gradients.
+
+Communication. Ring algorithms (Thakur et al. 2005; NCCL's own accounting of bus bandwidth).
+
+    (9)  all-gather, reduce-scatter = (n - 1) / n * b / bandwidth + (n - 1) * latency      -> ``ring_seconds``
+    (10) all-reduce                 = twice (9)                                            -> ``ring_seconds``
+    (11) an axis of n ranks, j apart: the node's link where n * j <= N; else min(link, max(1, N / j) * network),
+         as each of the j groups of a node has its share of the network devices           -> ``bandwidth``
+
+Compute.
+
+    (12) forward   = f / F + m / M, at least l * ``LAUNCH``                         -> ``forward_seconds``
+    (13) backward  = twice (12); plus (12) of what checkpointing runs again         -> ``compute_seconds``
+    (14) optimizer = (2 * state + gradients) / M                                    -> ``optimizer_seconds``
+
+In (12) a thin matmul falls behind by what it moves: cut over tp it moves the same rows for a part of the FLOPs.
+
+    (15) step = (13) + tp's collectives + (14) + what data parallelism cannot hide  -> ``step_seconds``
+
+Assumptions of (15): nothing hides tp's collectives, as the next op waits for them. FSDP's gathers and reductions run
+beside (13), one unit ahead, but for the first gather and the last reduction. On a CPU nothing overlaps: gloo runs on
+the cores that compute.
+
+Constants that are no physics are ``MATMUL``, ``MEMORY``, ``NETWORK``, ``LAUNCH`` and ``MARGIN``, below.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from autoshard.dtypes import dtype_bytes
-from autoshard.ir import Meta, Op
-from autoshard.passes.factors import Factor, find, ways_of
-from autoshard.passes.states import Placed, State
-from autoshard.plans import Collective, Mesh, TensorPlan, Workload
+import sympy
 
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in """
-    view reshape slice select narrow transpose permute t unsqueeze squeeze expand unbind split chunk alias
-    split_with_sizes flatten unflatten detach
-    """.split()
-)
+#: (empirical) share of a device's dense FLOP/s that large matmuls sustain: 600 to 700 of 989 TFLOP/s in bfloat16 on an
+#: H100 at its power limit.
+MATMUL = 0.65
+#: (empirical) share of the memory's bandwidth that pointwise kernels sustain: 2.7 of 3.35 TB/s on an H100.
+MEMORY = 0.8
+#: (empirical) share of a link's bandwidth that NCCL's large collectives reach: 360 of 450 GB/s of NVLink one way.
+NETWORK = 0.8
+#: (empirical) seconds to launch a kernel from eager PyTorch.
+LAUNCH = 5e-6
+#: share of a device's memory that a plan may fill: the rest is for the allocator's slack, the runtime, NCCL's buffers.
+MARGIN = 0.9
+#: bytes per element of logits at the worst moment of a float32 cross-entropy.
+LOSS_BYTES = 12
+_IN = "in backward of {}"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Extents under a workload: batch and sequence take its sizes, cut factors their share."""
+class Unit:
+    """The sizes of one FSDP unit on one rank, as numbers or expressions; letters as above.
 
-    placed: Placed
-    workload: Workload
-    named: Mapping[Factor, int]
+    Attributes:
+        name: its module.
+        block: whether checkpointing may run it again.
+        root: whether it is the root.
+        parameters: p; ``gradients``: g; ``optimizer``: o; all before dp_shard divides them.
+        gathered: q, 0 where nothing is gathered.
+        reduced: w, 0 where nothing is reduced.
+        kept: k; ``dear``: d; ``entered``: x; ``beyond``: y.
+        flops: f; ``dear_flops``: of those, what selective checkpointing does not run again.
+        moved: m; ``launches``: l.
+    """
 
-    @staticmethod
-    def of(placed: Placed, workload: Workload) -> Sizes:
-        """Find the batch and sequence factors by the inputs they come from."""
-        wanted = {"batch": workload.batch, "sequence": workload.sequence}
-        named: dict[Factor, int] = {}
-        factored = placed.chosen.factored
-        for name, dims in factored.traced.workload_dims.items():
-            for label, factor in zip(dims, factored.single(name), strict=False):
-                if label in wanted:
-                    named[find(factor)] = wanted[label]
-        return Sizes(placed, workload, named)
-
-    def extent(self, factor: Factor, cut: frozenset[Factor]) -> int:
-        """Return the elements one tp rank holds of an extent."""
-        factor = find(factor)
-        if factor in self.named:
-            return self.named[factor]
-        if factor.kind == "leaf":
-            return factor.size // ways_of(factor, cut, self.placed.chosen.ways)
-        sizes = [self.extent(child, cut) for child in factor.children]
-        return math.prod(sizes) if factor.kind == "product" else sum(sizes)
-
-    def bytes(self, value: str, meta: Meta, whole: bool = False) -> int:
-        """Return the bytes one tp rank holds of a value; all of it if ``whole``."""
-        cut = frozenset[Factor]() if whole or self.placed.states.get(value) is not State.S else self.placed.chosen.inner
-        dims = self.placed.chosen.factored.single(value)
-        element = dtype_bytes(self.workload.dtype) if meta.is_float else dtype_bytes(meta.dtype)
-        return element * math.prod(self.extent(dim, cut) for dim in dims)
+    name: str
+    block: bool
+    root: bool
+    parameters: Any = 0
+    gradients: Any = 0
+    optimizer: Any = 0
+    gathered: Any = 0
+    reduced: Any = 0
+    kept: Any = 0
+    dear: Any = 0
+    entered: Any = 0
+    beyond: Any = 0
+    flops: Any = 0
+    moved: Any = 0
+    launches: int = 0
 
 
-def local_bytes(tensor: TensorPlan) -> int:
-    """Equation 1 for one tensor: its bytes on rank 0."""
-    return math.prod(tensor.local_shape) * dtype_bytes(tensor.dtype)
+def state_bytes(units: Sequence[Unit], s: Any) -> Any:
+    """Equation 1: bytes of parameters and optimizer state."""
+    return sum(u.parameters + u.optimizer for u in units) / s
 
 
-def gathered_bytes(tensor: TensorPlan, mesh: Mesh) -> int:
-    """Return the bytes of a tensor on one tp rank when FSDP has gathered it."""
-    shape = list(tensor.shape)
-    if tensor.tp_dim is not None:
-        shape[tensor.tp_dim] //= mesh.tp
-    return math.prod(shape) * dtype_bytes(tensor.dtype)
+def gradient_bytes(units: Sequence[Unit], s: Any) -> Any:
+    """Equation 2: bytes of gradients once all are reduced."""
+    return sum(u.gradients for u in units) / s
 
 
-def activation_bytes(placed: Placed, sizes: Sizes) -> int:
-    """Equation 5: bytes saved for backward, at most, on one tp rank."""
-    total = 0
-    needs: set[str] = {s.name for s in placed.chosen.factored.traced.sources if s.trainable}
-    for op in placed.chosen.factored.traced.ops:
-        if op.no_grad or not any(name in needs for name in op.refs()):
-            continue
-        needs.add(op.name)
-        if isinstance(op.result, Meta) and op.result.is_float and op.target not in _VIEWS:
-            total += sizes.bytes(op.name, op.result)
+def gathered_bytes(unit: Unit) -> Any:
+    """Equation 3: bytes of a unit's parameters while it computes."""
+    return unit.gathered
+
+
+def kept_bytes(unit: Unit, checkpointing: str) -> Any:
+    """Equation 4: bytes of activations that stay from forward to backward."""
+    if not unit.block or checkpointing == "none":
+        return unit.kept
+    return unit.entered + unit.dear if checkpointing == "selective" else unit.entered
+
+
+def at_the_loss(units: Sequence[Unit], logits: Any, checkpointing: str, reshard: bool) -> Any:
+    """Equation 5: bytes beside the state when backward of the loss starts."""
+    held = sum(gathered_bytes(u) for u in units if u.root or not reshard)
+    return sum(kept_bytes(u, checkpointing) for u in units) + held + LOSS_BYTES * logits
+
+
+def in_backward(unit: Unit, before: Unit | None, after: Unit | None, kept: Any, held: Any, done: Any) -> Any:
+    """Equation 6: bytes beside the state at the worst moment of one unit's backward.
+
+    Args:
+        unit: the unit.
+        before: the one before it in forward, which is gathered next.
+        after: the one after it, whose gradients are being reduced.
+        kept: bytes of activations of all units before it.
+        held: bytes of parameters that are gathered all the time.
+        done: bytes of gradients that are reduced already.
+    """
+    ahead = (gathered_bytes(unit) if not unit.root else 0) + (0 if before is None else gathered_bytes(before))
+    reducing = 0 if after is None else after.reduced
+    return kept + unit.kept + unit.beyond + held + ahead + reducing + done
+
+
+def at_the_step(units: Sequence[Unit], s: Any) -> Any:
+    """Equation 7: bytes beside the state in the optimizer's step."""
+    return 2 * gradient_bytes(units, s)
+
+
+def moments(
+    units: Sequence[Unit], logits: Any, checkpointing: str, s: Any, reshard: bool = True
+) -> list[tuple[str, Any]]:
+    """Return every moment that may be the peak, by name, with its bytes beside the state.
+
+    Args:
+        units: in the order of forward, the root last: its own ops lie before and after all others, so that what it
+            keeps may stay to the end.
+        logits: v.
+        checkpointing: ``none``, ``selective`` or ``full``.
+        s: degree of dp_shard.
+        reshard: whether FSDP frees a unit's parameters after its forward.
+    """
+    inner = [u for u in units if not u.root]
+    roots = [u for u in units if u.root]
+    held = sum(gathered_bytes(u) for u in (roots if reshard else units))
+    kept = sum(kept_bytes(u, checkpointing) for u in units)
+    done: Any = 0
+    found = [("at the loss", at_the_loss(units, logits, checkpointing, reshard))]
+    after: Unit | None = None
+    for unit in roots:
+        last = inner[-1] if inner and reshard else None
+        kept_now = kept - kept_bytes(unit, checkpointing)
+        found.append((_IN.format("the model's own code"), in_backward(unit, last, None, kept_now, held, 0)))
+    for index in range(len(inner) - 1, -1, -1):
+        unit, before = inner[index], inner[index - 1] if index and reshard else None
+        kept = kept - kept_bytes(unit, checkpointing)
+        one = unit if reshard else replace(unit, gathered=0)
+        found.append((_IN.format(unit.name), in_backward(one, before, after, kept, held, done)))
+        done = done + unit.gradients / s
+        after = unit
+    return [*found, ("in the optimizer's step", at_the_step(units, s))]
+
+
+def peak_bytes(units: Sequence[Unit], logits: Any, checkpointing: str, s: Any, reshard: bool = True) -> Any:
+    """Equation 8."""
+    return state_bytes(units, s) + largest([size for _, size in moments(units, logits, checkpointing, s, reshard)])
+
+
+def ring_seconds(op: str, payload: Any, count: Any, n: Any, speed: Any, latency: Any) -> Any:
+    """Equations 9 and 10: seconds of ``count`` collectives of ``payload`` bytes together, over n ranks."""
+    once = (n - 1) / n * payload / speed + count * (n - 1) * latency
+    return 2 * once if op == "all_reduce" else once
+
+
+def bandwidth(n: int, apart: int, node: int, link: float, network: float) -> tuple[float, bool]:
+    """Equation 11: bytes/s of an axis of n ranks that lie ``apart`` ranks apart, and whether it stays in a node."""
+    if n * apart <= node:
+        return NETWORK * link, True
+    return NETWORK * min(link, max(1.0, node / apart) * network), False
+
+
+def forward_seconds(flops: Any, moved: Any, launches: Any, peak: Any, memory: Any) -> Any:
+    """Equation 12: seconds of one forward. ``peak`` is in FLOP/s, ``memory`` in bytes/s, both of the data sheet."""
+    return largest([flops / (MATMUL * peak) + moved / (MEMORY * memory), launches * LAUNCH])
+
+
+def compute_seconds(units: Sequence[Unit], checkpointing: str, peak: Any, memory: Any) -> Any:
+    """Equation 13: seconds of forward, backward and what is run again."""
+    total: Any = 0
+    for unit in units:
+        total += 3 * forward_seconds(unit.flops, unit.moved, unit.launches, peak, memory)
+        if unit.block and checkpointing != "none":
+            again = unit.flops if checkpointing == "full" else 0
+            total += forward_seconds(again, unit.moved, unit.launches, peak, memory)
     return total
 
 
-def memory(
-    parameters: Mapping[str, TensorPlan],
-    buffers: Mapping[str, TensorPlan],
-    units: Sequence[tuple[str, ...]],
-    mesh: Mesh,
-    activations: int,
-) -> dict[str, int]:
-    """Equations 1 to 5: bytes on rank 0 by kind. ``units`` holds parameter names, the root's last."""
-    own = {fqn: t for fqn, t in parameters.items() if t.tied_to is None}
-    weights = sum(local_bytes(t) for t in own.values())
-    gradients = sum(local_bytes(t) for t in own.values() if t.trainable)
-    gathered = [sum(gathered_bytes(own[fqn], mesh) for fqn in unit if fqn in own) for unit in units]
-    held = (gathered[-1] + 2 * max(gathered[:-1], default=0)) if mesh.dp_shard > 1 and gathered else 0
-    return {
-        "parameters": weights,
-        "gradients": gradients,
-        "optimizer": 2 * gradients,
-        "buffers": sum(local_bytes(t) for t in buffers.values() if t.tied_to is None),
-        "gathered units": held,
-        "activations (at most)": activations,
-    }
+def optimizer_seconds(units: Sequence[Unit], s: Any, memory: Any) -> Any:
+    """Equation 14: seconds of the optimizer's step, which reads and writes the state once."""
+    return (2 * state_bytes(units, s) + gradient_bytes(units, s)) / (MEMORY * memory)
 
 
-def collectives(
-    placed: Placed,
-    sizes: Sizes,
-    parameters: Mapping[str, TensorPlan],
-    units: Sequence[tuple[str, ...]],
-    mesh: Mesh,
-) -> tuple[Collective, ...]:
-    """Equation 6: collectives of one forward and backward, size-1 axes left out."""
-    found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+def step_seconds(compute: Any, tp: Any, data: Any, ends: Any, optimizer: Any, overlaps: bool) -> Any:
+    """Equation 15: seconds of a step.
 
-    def add(axis: str, op: str, what: str, size: int) -> None:
-        found[axis, op, what][0] += 1
-        found[axis, op, what][1] += size
-
-    if mesh.tp > 1:
-        _activations(placed, sizes, add)
-        for unit in units:
-            summed = [parameters[f] for f in unit if parameters[f].grad_sum and parameters[f].trainable]
-            if summed:
-                total = sum(math.prod(t.shape) * dtype_bytes(t.dtype) for t in summed)
-                add("tp", "all_reduce", "gradient sum", total)
-    for number, unit in enumerate(units):
-        tensors = [parameters[f] for f in unit if parameters[f].tied_to is None]
-        if not tensors or mesh.data == 1:
-            continue
-        whole = sum(_padded(t, mesh) for t in tensors)
-        gradients = sum(_padded(t, mesh) for t in tensors if t.trainable)
-        if mesh.dp_shard > 1:
-            add("dp_shard", "all_gather", "parameter", whole)
-            if number + 1 < len(units):  # the root keeps its parameters for backward
-                add("dp_shard", "all_gather", "parameter", whole)
-            if gradients:
-                add("dp_shard", "reduce_scatter", "gradient", gradients)
-        if mesh.dp_replicate > 1 and gradients:
-            add("dp_replicate", "all_reduce", "gradient", gradients // mesh.dp_shard)
-    return tuple(Collective(axis, op, n, size, what) for (axis, op, what), (n, size) in found.items())
+    Args:
+        compute: equation 13.
+        tp: seconds of tp's collectives.
+        data: seconds of the collectives of data parallelism.
+        ends: of those, the first gather and the last reduction.
+        optimizer: equation 14.
+        overlaps: whether collectives run beside compute.
+    """
+    exposed = largest([ends, data - compute]) if overlaps else data
+    return compute + tp + exposed + optimizer
 
 
-def _padded(tensor: TensorPlan, mesh: Mesh) -> int:
-    """Return the bytes of a gathered parameter: every rank's rows padded to rank 0's."""
-    return local_bytes(tensor) * mesh.dp_shard
-
-
-def _activations(placed: Placed, sizes: Sizes, add: object) -> None:
-    metas = placed.chosen.factored.traced.metas()
-    entered: set[tuple[str, str | None]] = set()
-    for c in placed.conversions:
-        meta = metas[c.value]
-        if c.kind == "R->V":
-            if (c.value, c.share) in entered:
-                continue
-            entered.add((c.value, c.share))
-            if not _takes_gradient(placed, c.value):
-                continue
-        op = "all_gather" if c.kind.startswith("S(") else "all_reduce"
-        add("tp", op, "activation", sizes.bytes(c.value, meta, whole=True))  # type: ignore[operator]
-        if c.kind.endswith("->V") and c.kind != "R->V":
-            add("tp", "all_reduce", "activation", sizes.bytes(c.value, meta, whole=True))  # type: ignore[operator]
-
-
-def _takes_gradient(placed: Placed, value: str) -> bool:
-    """Whether backward reaches a value: not so for an input that asks for no gradient."""
-    return all(s.name != value or s.trainable for s in placed.chosen.factored.traced.sources)
-
-
-def matmul_flops(op: Op, placed: Placed, sizes: Sizes) -> int:
-    """Return the multiply-adds x 2 of a matmul or attention op over all tp ranks; 0 for any other op."""
-    factored = placed.chosen.factored
-    none = frozenset[Factor]()
-    if op.target == "aten.scaled_dot_product_attention":
-        query, key, value = (factored.single(op.arguments[n].name) for n in ("query", "key", "value"))
-        rows = math.prod(sizes.extent(d, none) for d in query[:-1])
-        return 2 * rows * sizes.extent(key[-2], none) * (sizes.extent(query[-1], none) + sizes.extent(value[-1], none))
-    summed = [c.factor for c in factored.contractions if c.op == op.name and c.kind == "matmul"]
-    if not summed:
-        return 0
-    rows = math.prod(sizes.extent(d, none) for d in factored.single(op.name))
-    return 2 * rows * math.prod(sizes.extent(f, none) for f in summed)
+def largest(values: Sequence[Any]) -> Any:
+    """Return the largest of numbers, or sympy's ``Max`` of expressions."""
+    return sympy.Max(*values) if any(isinstance(value, sympy.Basic) for value in values) else max(values)

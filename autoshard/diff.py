@@ -141,6 +141,8 @@ def _module(fqn: str, module: ModulePlan) -> Iterator[str]:
         yield f"draws {module.draws}"
     for path, conversion in sorted(module.returns.items()):
         yield f"out.{path}: {conversion} if returned".replace("out.:", "out:")
+    for key, conversion in sorted(module.sequence.items()):
+        yield f"{key.rstrip(':')} {conversion or 'as it is'} while the sequence is cut"
 
 
 def _pairs(pairs: Mapping[str, str], prefix: str) -> Iterator[str]:

@@ -184,9 +184,8 @@ class GraphReader:
                 arguments[argument.name] = self._convert(given, inner, prefix)
             target, overload = schema.name.replace("::", "."), schema.overload_name or "default"
             mutates = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-        return Op(
-            name, target, overload, arguments, _metas(node.meta.get("val")), "", (), _where(node), mutates, self.no_grad
-        )
+        result, site = _metas(node.meta.get("val")), GraphRecorder.site_of(node)
+        return Op(name, target, overload, arguments, result, "", (), _where(node), mutates, self.no_grad, site)
 
     def _values(self, marks: Mapping[str, int]) -> dict[str, str]:
         return {path: self.marks[mark] for path, mark in marks.items() if self.marks.get(mark)}

@@ -74,6 +74,7 @@ class Op:
         where: the user's ``file:line``.
         mutates: names of the arguments it writes to.
         no_grad: whether it ran under ``torch.no_grad``.
+        site: the instruction that made it, in code that was followed with made-up values; else empty.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Op:
     where: str
     mutates: tuple[str, ...] = ()
     no_grad: bool = False
+    site: str = ""
 
     def refs(self) -> list[str]:
         """Return the names of the values it reads, in order, with repeats."""

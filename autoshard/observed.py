@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from autoshard import replace as rewritten
 from autoshard._torch import fake_mode_of, quiet_fake_tensors
+from autoshard.guesses import heard
 from autoshard.inputs import ExampleInputs, materialise
 from autoshard.inputs.invent import ValueInventor
 from autoshard.outputs import states, tensors
@@ -27,6 +28,12 @@ from autoshard.quiet import quiet
 from autoshard.templates import Snapshot
 from autoshard.twin import Twin, make_twin
 from autoshard.user_code import ERRORS
+
+#: What a tensor says of itself that is the same of a rank's share.
+_KEPT = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "ndim", "is_meta", "is_leaf", "is_sparse")
+) | {Tensor.dim, Tensor.ndimension, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size}
 
 
 @dataclass
@@ -40,6 +47,7 @@ class Seen:
         outputs: template of the answer.
         reads: first names of the parameters that the module's own code read.
         follows: number of the call that made one of its arguments, directly.
+        heard: what its code and that of modules in it was answered where it asked for values of tensors.
     """
 
     fqn: str
@@ -48,6 +56,7 @@ class Seen:
     outputs: Any = None
     reads: set[str] = field(default_factory=set)
     follows: set[int] = field(default_factory=set)
+    heard: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,7 @@ def fakes(value: Any, twin: Twin) -> Any:
 
 
 def _run(model: nn.Module, args: Any, kwargs: Mapping[str, Any], around: ExitStack, real: bool) -> Observed | None:
-    watch = _Watch(model)
+    watch = _Watch(model, real)
     with around, quiet(), warnings.catch_warnings(action="ignore"), torch.no_grad(), watch.attached(), watch:
         try:
             model(*args, **kwargs)
@@ -134,8 +143,9 @@ def _run(model: nn.Module, args: Any, kwargs: Mapping[str, Any], around: ExitSta
 class _Watch(TorchFunctionMode):
     """Follows the calls of a model's modules, and the parameters that each one's own code reads."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, real: bool) -> None:
         super().__init__()
+        self.real = real
         self.names = {module: fqn for fqn, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self.parameters = {id(p): fqn for fqn, p in model.named_parameters(remove_duplicate=True)}
         self.calls: list[Seen] = []
@@ -156,11 +166,14 @@ class _Watch(TorchFunctionMode):
                 handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the parameters among the operands; sizes that are read of one count as well."""
-        if self.open:
+        """Note the parameters among the operands; sizes that are read of one count as well, what no cut changes not."""
+        if self.open and func not in _KEPT:
             found = {self.parameters[id(t)] for _, t in tensors((args, kwargs)) if id(t) in self.parameters}
             self.calls[self.open[-1][0]].reads.update(found)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for number, _, _ in self.open if self.real else ():
+            self.calls[number].heard += heard(func, args, kwargs or {}, result)
+        return result
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # a parameter that is handed over counts as read by the caller: its shape is looked at here

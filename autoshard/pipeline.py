@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from autoshard.cluster import Cluster
 from autoshard.errors import IndivisibleHeads, InvalidArgument, UnknownModule, near
 from autoshard.ir import Traced
+from autoshard.passes.choice import explain_choice
 from autoshard.passes.choose_mesh import ChooseMesh
 from autoshard.passes.cut import ChooseCuts
 from autoshard.passes.emit import Emit
@@ -23,11 +25,13 @@ from autoshard.passes.listen import draws_in_training
 from autoshard.passes.localise import Localise
 from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.place import Place
+from autoshard.passes.pricing import Pricer, main_dtype
 from autoshard.passes.resize import Resize
+from autoshard.passes.sequence import Sequence
 from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
 from autoshard.passes.wrap import Wrap
-from autoshard.plans import Mesh, PassTime, Plan, Refusal, Workload
+from autoshard.plans import PassTime, Plan, Refusal, Workload
 from autoshard.replace import find
 
 T = TypeVar("T")
@@ -43,11 +47,17 @@ class Options:
         batch: sequences per data-parallel rank.
         sequence: tokens per sequence.
         dtype: dtype of activations; None takes the parameters' own.
-        memory_bytes: memory of one device.
-        devices_per_node: tp stays inside a node.
+        cluster: the devices and what joins them.
+        global_batch: sequences of one step over all data ranks, or None.
+        optimizer: ``adamw``, ``sgd`` or ``sgd-momentum``.
+        mixed_precision: ``"bfloat16"`` computes in it, on parameters that are stored as they are; or None.
+        masters: ``"float32"`` stores trained parameters in it, whatever they compute in; or None.
+        checkpointing: pinned ``none``, ``selective`` or ``full``; None to choose.
+        reshard: pinned: whether FSDP frees a unit's parameters after its forward; None to choose.
         overrides: ``"replicate"`` by module or parameter pattern.
         example_inputs: what the forward is traced with, or None.
         check_heads: whether a pinned tp under which no attention is cut is refused.
+        sequence_parallel: whether the sequence is cut between regions in training; None to choose.
     """
 
     world: int
@@ -57,44 +67,71 @@ class Options:
     batch: int = 1
     sequence: int = 2048
     dtype: str | None = None
-    memory_bytes: int = 80 * 2**30
-    devices_per_node: int = 8
+    cluster: Cluster = field(default_factory=Cluster.of)
+    global_batch: int | None = None
+    optimizer: str = "adamw"
+    mixed_precision: str | None = None
+    masters: str | None = None
+    checkpointing: str | None = None
+    reshard: bool | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
     example_inputs: Any = None
     check_heads: bool = True
+    sequence_parallel: bool | None = None
+
+    def meshes(self) -> ChooseMesh:
+        """Return what chooses among the meshes."""
+        return ChooseMesh(
+            self.world,
+            self.tp,
+            self.dp_shard,
+            self.dp_replicate,
+            self.cluster.device.memory_bytes,
+            self.cluster.devices_per_node,
+            self.batch,
+            self.global_batch,
+            self.sequence,
+            self.checkpointing,
+            self.reshard,
+        )
+
+    def workload(self, traced: Traced) -> Workload:
+        """Return what a step computes, and in what."""
+        own = main_dtype(traced)
+        narrow = self.mixed_precision is not None or self.masters is not None
+        dtype = self.mixed_precision or self.dtype or own
+        return Workload(self.batch, self.sequence, dtype, self.optimizer, self.masters, "float32" if narrow else None)
 
 
 def run(model: nn.Module, options: Options, progress: Callable[[str], None] | None = None) -> tuple[Plan, Stages]:
     """Return the plan of ``model`` and every stage on the way to it."""
     clock = _Clock(progress)
-    meshes = ChooseMesh(
-        options.world,
-        options.tp,
-        options.dp_shard,
-        options.dp_replicate,
-        options.memory_bytes,
-        options.devices_per_node,
-    )
+    meshes = options.meshes()
     meshes.check()
     traced = clock.run("trace", lambda: Trace(options.example_inputs).run(model), _count_ops)
-    workload = Workload(options.batch, options.sequence, options.dtype or _main_dtype(traced))
+    workload = options.workload(traced)
     pinned = _overrides(model, options.overrides)
     factored = clock.run("factorise", lambda: Factorise().run(traced), _count_factors)
     units = clock.run("wrap", lambda: Wrap().run(traced), lambda u: f"{len(u)} FSDP units")
     texts = cache(lambda: find_texts(model, traced))
     solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts)
 
-    def bytes_on(mesh: Mesh) -> int:
-        placed = solver.place(mesh.tp)
-        return Emit(mesh, workload, units).run(placed).total_bytes
-
-    mesh, why, choices = clock.run("choose mesh", lambda: meshes.run(bytes_on), lambda r: str(r[0]))
+    pricer = Pricer(solver.place, units, workload, options.cluster)
+    choices = clock.run("choose mesh", lambda: meshes.run(pricer, pricer.useful), lambda r: str(r[0].mesh))
+    choice = choices[0]
+    mesh, workload = choice.mesh, replace(workload, batch=choice.batch)
     placed = clock.run("cut and place", lambda: solver.place(mesh.tp), _count_cuts)
     placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, traced.inputs), _count_cuts)
     if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
     drawing = draws_in_training(model, traced) if placed.chosen.cuts else {}
-    emit = Emit(mesh, workload, units, why, choices, tuple(solver.refusals(mesh.tp)), find(model), drawing)
+    if options.sequence_parallel:
+        whole = placed
+        placed = clock.run("sequence", lambda: Sequence(drawing).run(model, whole), _count_stretches)
+    price = pricer.made(placed).run(mesh, workload, choice.checkpointing, choice.reshard)
+    why = explain_choice(choices, meshes, options.cluster.device.name)
+    refused, device = tuple(solver.refusals(mesh.tp)), options.cluster.device.name
+    emit = Emit(price, workload, units, device, why, choices, refused, find(model), drawing)
     plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")
     return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed)
 
@@ -208,20 +245,16 @@ def _check_heads(placed: Placed, tp: int) -> None:
         )
 
 
-def _main_dtype(traced: Traced) -> str:
-    """Return the dtype of most parameter bytes."""
-    sizes: dict[str, int] = {}
-    for parameter in traced.parameters:
-        sizes[parameter.meta.dtype] = sizes.get(parameter.meta.dtype, 0) + parameter.meta.numel
-    return max(sizes, key=lambda d: sizes[d], default="float32")
-
-
 def _count_ops(traced: Traced) -> str:
     return f"{len(traced.ops)} ops, {len(traced.calls)} module calls"
 
 
 def _count_factors(factored: Factored) -> str:
     return f"{len(factored.contractions)} contractions, {len(factored.unknown)} ops without a rule"
+
+
+def _count_stretches(placed: Placed) -> str:
+    return f"{len(placed.sequence.dims)} values cut, {len(placed.sequence.conversions)} conversions"
 
 
 def _count_cuts(placed: Placed) -> str:

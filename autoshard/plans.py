@@ -20,6 +20,8 @@ from autoshard.rewrite.record import CallRewrite, call_rewrite
 
 SCHEMA_VERSION = 1
 AXES = ("dp_replicate", "dp_shard", "tp")
+#: The style of a module that works on a rank's part of the sequence, and how a module draws that does.
+SEQUENCE = "sequence"
 
 Parts = tuple[tuple[int, int], ...]
 Slices = tuple[tuple[int, int, int], ...]
@@ -105,7 +107,7 @@ class ModulePlan:
 
     Attributes:
         style: ``colwise``, ``rowwise``, ``colwise_gather_output``, ``embedding_rowwise``, ``region``, ``replicate``,
-            ``resize``.
+            ``resize``, ``sequence`` (it works on the rank's part of the sequence while that is cut).
         inputs: argument name (``"hidden_states"``, or ``"hidden_states.0"`` inside a container) to conversion.
         outputs: output path (``""`` for a single tensor, ``"0"``, ``"logits"``) to conversion.
         why: the reason, one sentence.
@@ -115,9 +117,11 @@ class ModulePlan:
             lead into objects that it holds, of which it gets its own copies.
         rewrites: arguments in its code that are written otherwise for this module, for the same.
         draws: ``per_rank`` where its forward draws random numbers for a rank's share, which must differ over tp;
-            ``shared`` where it runs inside such a module and draws for whole values; None where nothing is to be done.
+            ``sequence`` where it does so only while the sequence is cut; ``shared`` where it runs inside such a module and draws for whole values; None where nothing is to be done.
         returns: output path to conversion, or ``refuse``, of what it returns while it is not whole and nobody in the
             trace takes: done where the model itself returns it, and only then.
+        sequence: what takes the place of these conversions while the sequence is cut: ``"inputs:"``, ``"outputs:"`` or
+            ``"returns:"`` and a path, to conversion; ``""`` for none. See ``Plan.sequence``.
     """
 
     style: str
@@ -130,6 +134,7 @@ class ModulePlan:
     rewrites: tuple[CallRewrite, ...] = ()
     draws: str | None = None
     returns: Mapping[str, str] = field(default_factory=dict)
+    sequence: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,20 +207,50 @@ class Replacement:
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """One mesh that was considered: its bytes per rank and the verdict in one line."""
+    """One mesh that was considered, with the fastest way to train on it that fits.
+
+    Attributes:
+        mesh: its degrees.
+        total_bytes: bytes per rank at the worst moment of a step; 0 where it was not priced.
+        verdict: one line: where its time goes, what it lacks, or why it was not priced.
+        fits: whether the bytes fit.
+        checkpointing: ``none``, ``selective`` or ``full``.
+        reshard: whether FSDP frees a unit's parameters after its forward.
+        batch: sequences per data rank.
+        step_seconds: of one forward, backward and optimizer step.
+        tokens_per_second: of each device.
+    """
 
     mesh: Mesh
     total_bytes: int
     verdict: str
+    fits: bool = False
+    checkpointing: str = "none"
+    reshard: bool = True
+    batch: int = 1
+    step_seconds: float = 0.0
+    tokens_per_second: float = 0.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step computes: sequences per data-parallel rank, tokens per sequence, dtype of activations."""
+    """What one step computes, and in what.
+
+    Attributes:
+        batch: sequences per data-parallel rank.
+        sequence: tokens per sequence.
+        dtype: dtype of activations.
+        optimizer: ``adamw``, ``sgd`` or ``sgd-momentum``: what it keeps of each parameter.
+        stored: dtype that trained parameters and their gradients are held in where it is not their own, or None.
+        reduced: dtype that gradients are reduced in under mixed precision, or None.
+    """
 
     batch: int = 1
     sequence: int = 2048
     dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    stored: str | None = None
+    reduced: str | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +264,12 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for one model on one mesh. ``print(plan)`` shows it; ``save`` and ``load`` go through JSON."""
+    """A plan for one model on one mesh. ``print(plan)`` shows it; ``save`` and ``load`` go through JSON.
+
+    ``sequence`` holds the arguments of the model, with their dim, whose length tp must divide in training: between
+    regions each rank works on its part of the sequence. It is empty where the sequence stays whole, as it does
+    under ``torch.no_grad()`` in any case.
+    """
 
     mesh: Mesh
     parameters: Mapping[str, TensorPlan]
@@ -240,12 +280,19 @@ class Plan:
     collectives: tuple[Collective, ...]
     coverage: Coverage
     workload: Workload = Workload()
+    peak_bytes: int = 0
+    peak_when: str = ""
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    checkpointing: str = "none"
+    reshard: bool = True
+    device: str = ""
     why_mesh: str = ""
     meshes: tuple[MeshChoice, ...] = ()
     assumptions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
     replacements: tuple[Replacement, ...] = ()
+    sequence: Mapping[str, int] = field(default_factory=dict)
     model: str = ""
     schema_version: int = SCHEMA_VERSION
     times: tuple[PassTime, ...] = field(default=(), compare=False)
@@ -324,8 +371,8 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes per rank of everything the plan accounts for."""
-        return sum(self.memory_bytes.values())
+        """Bytes per rank at the worst moment of a step."""
+        return self.peak_bytes or sum(self.memory_bytes.values())
 
 
 def _parts(value: Any) -> Parts | None:
@@ -370,7 +417,7 @@ def _plan(data: dict[str, Any]) -> Plan:
                 **{**data["coverage"], "left": tuple((a, b, c) for a, b, c in data["coverage"]["left"])}
             ),
             "workload": Workload(**data["workload"]),
-            "meshes": tuple(MeshChoice(Mesh(**v["mesh"]), v["total_bytes"], v["verdict"]) for v in data["meshes"]),
+            "meshes": tuple(MeshChoice(**{**v, "mesh": Mesh(**v["mesh"])}) for v in data["meshes"]),
             "assumptions": tuple(data["assumptions"]),
             "warnings": tuple(data["warnings"]),
             "refused": tuple(Refusal(**v) for v in data["refused"]),

@@ -11,11 +11,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.layout import bullets, columns, name_cell, reasoned, section, to_text
-from autoshard.plans import Plan
+from autoshard.plans import AXES, Plan
 from autoshard.report_modules import modules
 from autoshard.words import counted, fold_names, human_bytes, percent
 
 _NAMES_SHOWN = 5
+_MESHES_SHOWN = 8
 
 
 def render(plan: Plan) -> RenderableType:
@@ -64,6 +65,10 @@ def _headline(plan: Plan) -> Iterator[RenderableType]:
         yield Text(f"{said}: see the end", style="yellow")
     if plan.why_mesh:
         yield Text(f"why this mesh: {plan.why_mesh}")
+    if plan.checkpointing != "none":
+        yield Text(f"activation checkpointing: {plan.checkpointing}, as less does not fit or was not asked for")
+    if not plan.reshard and plan.mesh.dp_shard > 1:
+        yield Text("gathered parameters stay for backward: they fit, and are gathered once")
     yield Text()
 
 
@@ -131,11 +136,13 @@ def _units(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _memory(plan: Plan) -> Iterator[RenderableType]:
-    if plan.memory_bytes:
-        rows = [(name.replace("_", " "), human_bytes(size)) for name, size in plan.memory_bytes.items()]
-        work = plan.workload
-        title = f"Bytes per rank (batch {work.batch}, sequence {work.sequence}, {work.dtype})"
-        yield section(title, columns([*rows, ("total", Text(human_bytes(plan.total_bytes), style="bold"))], "lr"))
+    if not plan.memory_bytes:
+        return
+    rows = [(name.replace("_", " "), human_bytes(size)) for name, size in plan.memory_bytes.items()]
+    work = plan.workload
+    title = f"Bytes per rank (batch {work.batch}, sequence {work.sequence}, {work.dtype}, {work.optimizer})"
+    when = f"at most, {plan.peak_when}" if plan.peak_when else "total"
+    yield section(title, columns([*rows, (when, Text(human_bytes(plan.total_bytes), style="bold"))], "lr"))
 
 
 def _collectives(plan: Plan) -> Iterator[RenderableType]:
@@ -147,12 +154,22 @@ def _collectives(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _meshes(plan: Plan) -> Iterator[RenderableType]:
-    rows = [
-        ("*" if choice.mesh == plan.mesh else "", str(choice.mesh), human_bytes(choice.total_bytes), choice.verdict)
-        for choice in plan.meshes
-    ]
-    if rows:
-        yield section("Meshes considered (* chosen; bytes per rank)", columns(rows, "llrl"))
+    """The meshes that were priced, the chosen one first."""
+    if not plan.meshes:
+        return
+    title = ("", *(axis.removeprefix("dp_").removesuffix("licate") for axis in AXES), "bytes", "recompute", "tokens/s", "time goes to")
+    rows: list[tuple[RenderableType | str, ...]] = [tuple(Text(word, style="dim") for word in title)]
+    for choice in plan.meshes[:_MESHES_SHOWN]:
+        degrees = [str(getattr(choice.mesh, axis)) for axis in AXES]
+        size = human_bytes(choice.total_bytes) if choice.total_bytes else ""
+        speed = f"{choice.tokens_per_second:,.0f}" if choice.total_bytes else ""
+        mark = "*" if choice.mesh == plan.mesh else ""
+        rows.append((mark, *degrees, size, choice.checkpointing, speed, choice.verdict))
+    hidden = len(plan.meshes) - _MESHES_SHOWN
+    if hidden > 0:
+        rows.append(("", "", "", "", "", "", "", f"({hidden} more: see --json)"))
+    where = f" of {plan.device}" if plan.device else ""
+    yield section(f"Meshes (* chosen; bytes of a rank, tokens a second{where})", columns(rows, "lrrrrlrl"))
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:

@@ -11,6 +11,7 @@ from autoshard.layout import columns, reasoned, section
 from autoshard.plans import ModulePlan, Plan, TensorPlan, unfold
 
 _LEGEND = "R whole, V whole with a partial gradient, S(d) cut on dim d, P a partial sum"
+_SEQUENCE = "; (sequence): what takes its place in training, when the sequence is cut between regions"
 
 
 def modules(plan: Plan) -> Iterator[RenderableType]:
@@ -30,7 +31,8 @@ def modules(plan: Plan) -> Iterator[RenderableType]:
     for name in (name for names in owned.values() for name in names):
         groups.setdefault((_cut(name, cut[name]), cut[name].why), []).append(name)
     if groups:
-        yield section("Cut over tp", columns(reasoned(groups), "nl"), Text(_LEGEND, style="dim"))
+        legend = _LEGEND + (_SEQUENCE if plan.sequence else "")
+        yield section("Cut over tp", columns(reasoned(groups), "nl"), Text(legend, style="dim"))
 
 
 def _cut(name: str, tensor: TensorPlan) -> str:
@@ -57,6 +59,11 @@ def _conversions(module: ModulePlan) -> Iterator[str]:
         yield f"{name}: {conversion}" + (" (shared)" if name in module.share else "")
     for path, conversion in module.outputs.items():
         yield f"out{'.' if path else ''}{path}: {conversion}"
+    for key, conversion in module.sequence.items():
+        side, _, path = key.partition(":")
+        if side != "returns":
+            name = path if side == "inputs" else f"out{'.' if path else ''}{path}"
+            yield f"{name}: {conversion or 'as it is'} (sequence)"
     for path, conversion in module.returns.items():
         yield f"out{'.' if path else ''}{path}: {conversion} if the model returns it"
 

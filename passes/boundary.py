@@ -220,6 +220,8 @@ class Boundaries:
         more = {name for op in joining for name in self._operands(op)} - inside
         if len(more) + (1 if whole is not None or source is not None else len(self._operands(made))) > through:
             return False
+        if any(flow.joins_alone(op) for op in ((made, *joining) if whole is None and source is None else joining)):
+            return False
         for op in joining:
             self._join(op)
         if whole is not None:  # what is made whole becomes V at once

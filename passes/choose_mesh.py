@@ -1,7 +1,8 @@
-"""Choose the mesh: the smallest tp whose bytes per rank fit the memory, data parallel over the rest.
+"""Choose the mesh: of every factorisation of the world, the one with the most tokens a second that fits.
 
-Reads the world, the pinned degrees and the bytes of each candidate. The rule is simple and stated; a cost model that
-prices communication and compute replaces it.
+Reads the world, the pinned degrees and the price of each mesh. A mesh is priced with every way to train that was not
+pinned: the least checkpointing that fits is the fastest. Meshes within ``TIE`` of the fastest count as equally fast;
+the simplest of them is taken: fewer axes, then less tensor parallelism, then wider sharding.
 """
 
 from __future__ import annotations
@@ -9,11 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autoshard.cost import MARGIN
 from autoshard.errors import MeshMismatch
+from autoshard.passes.price import Price
 from autoshard.plans import AXES, Mesh, MeshChoice
+from autoshard.words import human_bytes
 
-#: The share of a device's memory that a plan may fill: the rest is for the allocator's slack and the runtime.
-MARGIN = 0.9
+#: Meshes whose speed differs by less than this are taken as equally fast: the model of cost is no better.
+TIE = 0.03
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a mesh is asked to be priced.
+
+    Attributes:
+        mesh: its degrees.
+        batch: sequences per data rank.
+        checkpointing: ``none``, ``selective`` or ``full``.
+        reshard: whether FSDP frees a unit's parameters after its forward.
+    """
+
+    mesh: Mesh
+    batch: int
+    checkpointing: str
+    reshard: bool
 
 
 @dataclass(frozen=True)
@@ -26,7 +48,12 @@ class ChooseMesh:
         dp_shard: pinned degree, or None.
         dp_replicate: pinned degree, or None.
         memory_bytes: memory of one device.
-        devices_per_node: tp stays inside a node.
+        devices_per_node: devices that share the fast link.
+        batch: sequences per data rank, at most.
+        global_batch: sequences of one step over all data ranks, or None.
+        sequence: tokens per sequence.
+        checkpointing: pinned way, or None.
+        reshard: pinned, or None.
     """
 
     world: int
@@ -35,49 +62,94 @@ class ChooseMesh:
     dp_replicate: int | None = None
     memory_bytes: int = 80 * 2**30
     devices_per_node: int = 8
+    batch: int = 1
+    global_batch: int | None = None
+    sequence: int = 2048
+    checkpointing: str | None = None
+    reshard: bool | None = None
 
-    def run(self, total_bytes: Callable[[Mesh], int]) -> tuple[Mesh, str, tuple[MeshChoice, ...]]:
-        """Return the mesh, why, and every mesh that was looked at.
+    @property
+    def budget(self) -> int:
+        """Bytes of a device that a plan may fill."""
+        return int(self.memory_bytes * MARGIN)
+
+    def run(self, price: Callable[[Asked], Price], useful: Callable[[int], bool]) -> tuple[MeshChoice, ...]:
+        """Return every mesh that was looked at, the chosen one first, then by tokens a second.
 
         Args:
-            total_bytes: bytes per rank of the plan on a mesh.
+            price: what a mesh and way to train needs and takes.
+            useful: whether anything can be cut over a tp degree.
 
         Raises:
-            MeshMismatch: the pinned degrees do not multiply to the world.
+            MeshMismatch: the pinned degrees do not multiply to the world, or no mesh can take the global batch.
         """
-        choices: list[MeshChoice] = []
-        budget = int(self.memory_bytes * MARGIN)
-        for mesh in self.candidates():
-            need = total_bytes(mesh)
-            fits = need <= budget
-            verdict = "fits" if fits else f"needs {need / 2**30:.1f} GiB of {budget / 2**30:.1f}"
-            choices.append(MeshChoice(mesh, need, verdict))
-            if fits:
-                break
-        fitting = [c for c in choices if c.verdict == "fits"]
-        best = fitting[0] if fitting else min(choices, key=lambda c: c.total_bytes)
-        return best.mesh, self._why(best, bool(fitting)), tuple(choices)
+        self.check()
+        meshes = self.candidates()
+        near = [m for m in meshes if m.tp <= self.devices_per_node]
+        far = [m for m in meshes if m.tp > self.devices_per_node]
+        choices = [self._choice(mesh, price, useful) for mesh in near]
+        if far and not any(c.fits for c in choices):
+            # beyond a node tensor parallelism only ever helps what fits in no other way
+            choices += [self._choice(mesh, price, useful) for mesh in far]
+        priced = [c for c in choices if c.total_bytes]
+        if not priced:
+            raise self._no_batch()
+        fitting = [c for c in priced if c.fits]
+        best = self._simplest(fitting) if fitting else min(priced, key=lambda c: c.total_bytes)
+        rest = sorted((c for c in choices if c is not best), key=lambda c: (not c.fits, -c.tokens_per_second))
+        return (best, *rest)
 
     def candidates(self) -> list[Mesh]:
-        """Return the meshes in order of preference: smaller tp first, inside one node."""
-        self.check()
-        if self.tp is not None:
-            degrees = [self.tp]
-        else:
-            used = (self.dp_shard or 1) * (self.dp_replicate or 1)
-            rest = self.world // used
-            if self.dp_shard is not None and self.dp_replicate is not None:
-                degrees = [rest]
-            else:
-                degrees = [d for d in range(1, rest + 1) if rest % d == 0 and d <= self.devices_per_node]
-        return [self._mesh(tp) for tp in degrees]
+        """Return every mesh that agrees with the pinned degrees, smaller tp first."""
+        found = []
+        for tp in _divisors(self.world):
+            for shard in _divisors(self.world // tp):
+                mesh = Mesh(self.world // tp // shard, shard, tp)
+                if all(getattr(self, axis) in (None, getattr(mesh, axis)) for axis in AXES):
+                    found.append(mesh)
+        return found
 
-    def _mesh(self, tp: int) -> Mesh:
-        replicate = self.dp_replicate
-        if replicate is None:
-            replicate = 1 if self.dp_shard is None else self.world // (tp * self.dp_shard)
-        shard = self.dp_shard if self.dp_shard is not None else self.world // (tp * replicate)
-        return Mesh(replicate, shard, tp)
+    def _choice(self, mesh: Mesh, price: Callable[[Asked], Price], useful: Callable[[int], bool]) -> MeshChoice:
+        if mesh.tp > 1 and self.tp is None and not useful(mesh.tp):
+            return MeshChoice(mesh, 0, f"nothing can be cut over tp={mesh.tp}")
+        batch, why = self._batch(mesh)
+        if batch == 0:
+            return MeshChoice(mesh, 0, why)
+        best = self._way(lambda *way: price(Asked(mesh, batch, *way)), mesh)
+        fits = best.peak <= self.budget
+        verdict = _where_time_goes(best) if fits else f"does not fit {human_bytes(self.budget)}"
+        tokens = batch * self.sequence * mesh.data / best.step / self.world
+        return MeshChoice(mesh, best.peak, verdict, fits, best.checkpointing, best.reshard, batch, best.step, tokens)
+
+    def _way(self, price: Callable[[str, bool], Price], mesh: Mesh) -> Price:
+        """Return the price of the fastest way to train on a mesh that fits; of the smallest where none does."""
+        least: Price | None = None
+        for checkpointing in CHECKPOINTING if self.checkpointing is None else (self.checkpointing,):
+            freed = price(checkpointing, self.reshard is not False)
+            if freed.peak <= self.budget:
+                if self.reshard is None and mesh.dp_shard > 1:
+                    held = price(checkpointing, False)
+                    if held.peak <= self.budget and held.step < freed.step * (1 - TIE):
+                        return held
+                return freed
+            if least is None or freed.peak < least.peak:
+                least = freed
+        assert least is not None, "there is a way at least"
+        return least
+
+    def _batch(self, mesh: Mesh) -> tuple[int, str]:
+        """Return the sequences of each data rank, or 0 and why there can be none."""
+        if self.global_batch is None:
+            return self.batch, ""
+        if self.global_batch % mesh.data:
+            return 0, f"a global batch of {self.global_batch} does not divide over {mesh.data} data ranks"
+        return self.global_batch // mesh.data, ""
+
+    def _simplest(self, fitting: list[MeshChoice]) -> MeshChoice:
+        """Return the simplest of those that are about as fast as the fastest."""
+        fastest = max(c.tokens_per_second for c in fitting)
+        tied = [c for c in fitting if c.tokens_per_second >= fastest * (1 - TIE)]
+        return min(tied, key=lambda c: (_axes(c.mesh), c.mesh.tp, c.mesh.dp_replicate))
 
     def check(self) -> None:
         """Raise ``MeshMismatch`` unless the pinned degrees can multiply to the world."""
@@ -90,19 +162,32 @@ class ChooseMesh:
             product *= degree
         if self.world % product or (len(pinned) == 3 and product != self.world):
             given = " x ".join(f"{name}={degree}" for name, degree in pinned.items())
-            allowed = ", ".join(str(d) for d in range(1, self.world + 1) if self.world % d == 0)
+            allowed = ", ".join(map(str, _divisors(self.world)))
             raise MeshMismatch(
                 f"a world of {self.world} does not divide by {product}",
                 got=f"{given}; allowed: degrees whose product is {self.world} (divisors: {allowed})",
                 help="leave one degree out: it is what remains",
             )
 
-    def _why(self, best: MeshChoice, fits: bool) -> str:
-        budget = f"{self.memory_bytes * MARGIN / 2**30:.0f} GiB ({MARGIN:.0%} of a device)"
-        need = f"{best.total_bytes / 2**30:.2f} GiB a rank"
-        pinned = [name for name in AXES if getattr(self, name) is not None]
-        if not fits:
-            return f"nothing fits {budget}: {need} is the least; add devices, or lower the batch or sequence"
-        if "tp" in pinned:
-            return f"tp is pinned; {need} fit {budget}"
-        return f"the smallest tp, inside a node, that fits: {need} of {budget}"
+    def _no_batch(self) -> MeshMismatch:
+        meshes = self.candidates()
+        allowed = sorted({mesh.data for mesh in meshes})
+        return MeshMismatch(
+            f"no mesh of {self.world} ranks can share out a global batch of {self.global_batch}",
+            got=f"--global-batch {self.global_batch}; allowed: a multiple of {', '.join(map(str, allowed))}",
+            help="change the batch, or the world",
+        )
+
+
+def _axes(mesh: Mesh) -> int:
+    return sum(getattr(mesh, axis) > 1 for axis in AXES)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _where_time_goes(price: Price) -> str:
+    """Say what takes the time: compute, collectives of tp and of data parallelism that nothing hides, the optimizer."""
+    shares = [(f"{seconds / price.step:.0%}", name) for name, seconds in price.seconds.items()]
+    return ", ".join(f"{name} {share}" for share, name in shares if share not in ("0%", "1%"))

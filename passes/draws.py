@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autoshard.ir import Op
+from autoshard.ir import Op, Traced
 from autoshard.passes.factors import least_ways
 from autoshard.passes.rules.opaque import OPAQUE
 from autoshard.passes.states import Placed, State
+from autoshard.plans import SEQUENCE
 
 _ATTENTION = "aten.scaled_dot_product_attention"
 _DROPOUTS = frozenset(["dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
@@ -34,7 +35,7 @@ class Draws:
     """Where random numbers are drawn.
 
     Attributes:
-        modules: ``per_rank`` or ``shared``, by name of a module whose forward does not just go on with the stream.
+        modules: ``per_rank``, ``sequence`` or ``shared``, by name of a module whose forward does not just go on with the stream.
         mixed: ops on a rank's share in code that draws on whole values too: they draw the same on every rank.
     """
 
@@ -54,17 +55,31 @@ def find_draws(placed: Placed, in_training: Mapping[str, int] = _NOTHING) -> Dra
     fqn_of = {call.id: call.fqn for call in traced.calls}
     shares: dict[str, list[Op]] = {}
     wholes: dict[str, list[Op]] = {}
+    modules: dict[str, str] = {}
+    for home, ops in draw_homes(traced, in_training).items():
+        if all(op.name in placed.sequence.dims for op in ops):
+            modules[home] = SEQUENCE
+            continue
+        for op in ops:
+            (shares if _on_shares(placed, op) else wholes).setdefault(home, []).append(op)
+    modules |= {fqn: "per_rank" for fqn in shares if fqn not in wholes}
+    for fqn, ops in wholes.items():
+        if any(modules.get(fqn_of[call]) in ("per_rank", SEQUENCE) for op in ops for call in op.calls):
+            modules[fqn] = "shared"
+    return Draws(modules, tuple(op for fqn in shares if fqn in wholes for op in shares[fqn]))
+
+
+def draw_homes(traced: Traced, in_training: Mapping[str, int] = _NOTHING) -> dict[str, list[Op]]:
+    """Return the ops that draw, or may in training, by name of the module whose own code they are in."""
+    fqn_of = {call.id: call.fqn for call in traced.calls}
     plain = Counter(_home(op, fqn_of) for op in traced.ops if draws(op))
+    found: dict[str, list[Op]] = {}
     for op in traced.ops:
         home = _home(op, fqn_of)
         hidden = in_training.get(home, 0) > plain[home] and (op.target == _ATTENTION or _name(op) in _DROPOUTS)
         if draws(op) or hidden:
-            (shares if _on_shares(placed, op) else wholes).setdefault(home, []).append(op)
-    modules = {fqn: "per_rank" for fqn in shares if fqn not in wholes}
-    for fqn, ops in wholes.items():
-        if any(modules.get(fqn_of[call]) == "per_rank" for op in ops for call in op.calls):
-            modules[fqn] = "shared"
-    return Draws(modules, tuple(op for fqn in shares if fqn in wholes for op in shares[fqn]))
+            found.setdefault(home, []).append(op)
+    return found
 
 
 def draws(op: Op) -> bool:

@@ -5,19 +5,22 @@ Reads the placed cuts, the FSDP units and the mesh. Decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard import cost
+from autoshard.dtypes import dtype_bytes
 from autoshard.folding import fold_refusals, split_number
 from autoshard.ir import Tensor
 from autoshard.passes.draws import find_draws
 from autoshard.passes.modules import module_plans, replaced
 from autoshard.passes.notes import assumptions, coverage, warnings
 from autoshard.passes.occurrence import Division
+from autoshard.passes.price import Price
 from autoshard.passes.returns import find_returns
 from autoshard.passes.states import Placed
+from autoshard.passes.weights import members
 from autoshard.passes.whys import Whys
 from autoshard.plans import (
     GradSum,
@@ -35,16 +38,34 @@ from autoshard.plans import (
 
 @dataclass(frozen=True)
 class Emit:
-    """Turn a placed model into a plan."""
+    """Turn a placed model into a plan.
 
-    mesh: Mesh
+    Attributes:
+        price: what the model needs and takes on the chosen mesh.
+        workload: what a step computes.
+        units: names of the FSDP units' modules.
+        device: its name.
+        why_mesh: why the mesh, one sentence.
+        meshes: every mesh that was looked at.
+        refused: what was sent back.
+        replacements: modules of torch that are replaced.
+        in_training: what draws random numbers in training only.
+    """
+
+    price: Price
     workload: Workload
     units: tuple[str, ...]
+    device: str = ""
     why_mesh: str = ""
     meshes: tuple[MeshChoice, ...] = ()
     refused: tuple[Refusal, ...] = field(default=())
     replacements: tuple[Replacement, ...] = ()
     in_training: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The chosen mesh."""
+        return self.price.mesh
 
     def run(self, placed: Placed) -> Plan:
         """Return the plan."""
@@ -52,8 +73,6 @@ class Emit:
         whys = Whys(placed)
         parameters = self._tensors(placed, traced.parameters, whys, sharded=True)
         buffers = self._tensors(placed, traced.buffers, whys, sharded=False)
-        members = self.members(traced.parameters)
-        sizes = cost.Sizes.of(placed, self.workload)
         untraced = [Refusal(u.fqn or "the model", u.where, u.why) for u in traced.untraced] if self.mesh.tp > 1 else []
         refused = fold_refusals([*placed.chosen.refused, *self.refused, *untraced])
         draws = find_draws(placed, self.in_training)
@@ -63,17 +82,24 @@ class Emit:
             parameters=parameters,
             buffers=buffers,
             modules=modules,
-            units=self._units(members, parameters),
-            memory_bytes=cost.memory(parameters, buffers, members, self.mesh, cost.activation_bytes(placed, sizes)),
-            collectives=cost.collectives(placed, sizes, parameters, members, self.mesh),
-            coverage=coverage(placed, parameters, sizes),
+            units=self._units(members(self.units, traced.parameters), parameters),
+            memory_bytes=self.price.memory,
+            collectives=self.price.collectives,
+            coverage=coverage(placed, parameters, self.workload),
             workload=self.workload,
+            peak_bytes=self.price.peak,
+            peak_when=self.price.when,
+            step_seconds=self.price.seconds,
+            checkpointing=self.price.checkpointing,
+            reshard=self.price.reshard,
+            device=self.device,
             why_mesh=self.why_mesh,
             meshes=self.meshes,
             assumptions=assumptions(placed),
             warnings=warnings(placed, draws),
             refused=refused,
             replacements=replaced(self.replacements, modules),
+            sequence=placed.sequence.arguments,
             model=traced.model,
         )
 
@@ -108,20 +134,10 @@ class Emit:
                 )
         return found
 
-    def members(self, parameters: Iterable[Tensor]) -> list[tuple[str, ...]]:
-        """Return the first names of each unit's parameters, the root's last."""
-        found: dict[str, list[str]] = {unit: [] for unit in self.units}
-        for tensor in parameters:
-            home = tensor.fqn.rpartition(".")[0]
-            while home and home not in found:
-                home = home.rpartition(".")[0]
-            found[home if home in found else ""].append(tensor.fqn)
-        return [tuple(found[unit]) for unit in self.units]
-
     def _units(self, members: list[tuple[str, ...]], parameters: Mapping[str, TensorPlan]) -> tuple[Unit, ...]:
         rows = []
         for unit, fqns in zip(self.units, members, strict=True):
-            size = sum(cost.gathered_bytes(parameters[fqn], self.mesh) for fqn in fqns)
+            size = sum(_gathered(parameters[fqn], self.mesh) for fqn in fqns)
             rows.append((unit, len(fqns), size))
         grouped: dict[tuple[str, str, int, int], list[int]] = {}
         for unit, number, size in rows:
@@ -132,6 +148,14 @@ class Emit:
             name = prefix + (fold(indices) if indices != [-1] else "") + suffix
             found.append(Unit(name, number, size))
         return tuple(found)
+
+
+def _gathered(tensor: TensorPlan, mesh: Mesh) -> int:
+    """Return the bytes of a tensor on one tp rank when FSDP has gathered it."""
+    shape = list(tensor.shape)
+    if tensor.tp_dim is not None:
+        shape[tensor.tp_dim] //= mesh.tp
+    return math.prod(shape) * dtype_bytes(tensor.dtype)
 
 
 def _read(placed: Placed, fqn: str, mixed: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from autoshard.ir import Call, Meta, Op, Ref
 from autoshard.passes.cut import Chosen
@@ -13,6 +14,8 @@ from autoshard.passes.rules.opaque import OPAQUE
 from autoshard.passes.states import Refused, State
 
 _ZEROS = frozenset(["aten.zeros", "aten.zeros_like", "aten.new_zeros"])
+#: What leaves zeros zero.
+_ZEROING = frozenset(["aten.zero_", "aten.mul_", "aten.div_"])
 
 
 class Flow:
@@ -23,6 +26,7 @@ class Flow:
         edges: per whole value, the ops in regions that read it: its gradient is partial along these.
         first_rank: biases that are added to a partial sum.
         origins: the ops whose sums a partial sum is made of, by value.
+        alike: the ops that one instruction made, in code that was followed with made-up values.
     """
 
     def __init__(self, chosen: Chosen) -> None:
@@ -49,6 +53,10 @@ class Flow:
         self.edges: dict[str, list[Op]] = defaultdict(list)
         self.first_rank: dict[str, set[str]] = defaultdict(set)
         self.origins: dict[str, set[str]] = {}
+        self.alike: dict[Any, list[Op]] = defaultdict(list)
+        for op in self.traced.ops:
+            if op.site:
+                self.alike[_instruction(op)].append(op)
         self._bias_of: dict[str, str] = {}
         self._zeros: set[str] = set()
         self._root: dict[str, str] = {}
@@ -130,6 +138,10 @@ class Flow:
         self._alias(op.name, root)
         state = self.states[op.name]
         if state is State.R:
+            written = [name for name in op.refs() if self.is_float(name) and self._root.get(name, name) != root]
+            nothing = bool(written) and all(name in self._zeros for name in written)
+            if op.target not in _ZEROING and not nothing:
+                self._zeros -= {root, *self._aliases[root]}  # what is there now would count on every rank
             return
         source = root not in self.ops
         if source and state is not State.V:
@@ -163,6 +175,11 @@ class Flow:
             if rows or count(factor, self.chosen.inner):
                 found.append(kind)
         return found
+
+    def joins_alone(self, op: Op) -> bool:
+        """Whether the result of ``op`` could become V while another result of the same instruction stays whole."""
+        others = self.alike.get(_instruction(op), ()) if op.site else ()
+        return any(self.states[o.name] is State.R and not self.edges.get(o.name) for o in others)
 
     def edge(self, op: Op, name: str) -> None:
         """Note that a whole value is used on the ranks' shares: its gradient is partial along this edge."""
@@ -274,6 +291,32 @@ class Flow:
             elif op.target not in SHAPED:
                 outside.append(op)
         return inside, outside
+
+
+def _instruction(op: Op) -> tuple[Any, ...]:
+    return op.calls[-1:], op.site, op.target, op.arguments.get("1") if op.target == "getitem" else None
+
+
+def agree_over_sites(flow: Flow) -> None:
+    """In code followed with made-up values, one instruction must find and leave the same states every time it runs.
+
+    Then any other way through that code, which is made of the same instructions, is right too.
+
+    Raises:
+        Refused: one does not.
+    """
+    for first, *others in flow.alike.values():
+        known = [_seen(flow, name) for name in (*first.refs(), first.name)]
+        for op in others:
+            if [_seen(flow, name) for name in (*op.refs(), op.name)] != known:
+                values = [one.name for one in flow.traced.ops if one.calls[-1:] == op.calls[-1:]]
+                raise Refused(op, "its code works on whole and on cut values, as other values decide", values)
+
+
+def _seen(flow: Flow, name: str) -> State:
+    """Return a value's state; V is R where no gradient comes back."""
+    state = flow.states[name]
+    return State.R if state is State.V and not flow.trainable.get(name) else state
 
 
 def _many(op: Op) -> list[Meta | None]:

@@ -10,12 +10,13 @@ from dataclasses import asdict
 from autoshard.folding import fold_strings
 from autoshard.passes.states import Placed
 from autoshard.passes.whys import Whys
-from autoshard.plans import ModulePlan, Replacement, TensorPlan, module_plan, unfold
+from autoshard.plans import SEQUENCE, ModulePlan, Replacement, TensorPlan, module_plan, unfold
 
 _WHY_DRAWN = {
     "per_rank": "random numbers for each rank's share are the rank's own",
     "shared": "random numbers for whole values are the same on every rank",
 }
+_WHY_SEQUENCE = "in training it works on a rank's part of the sequence"
 _WHY_RETURNED = "it returns a rank's share that nobody here takes"
 
 
@@ -47,6 +48,12 @@ def module_plans(
         settings[fqn][name] = value
     for fqn in (*placed.rewrites, *draws, *returns):
         order[fqn] = None
+    sequence = _in_training(placed)
+    for fqn in sequence:
+        order[fqn] = None
+    for c in placed.sequence.conversions:
+        if c.share:
+            shares[c.fqn].setdefault(c.path, c.share)
     homes: dict[str, dict[str, TensorPlan]] = defaultdict(dict)
     for fqn, tensor in parameters.items():
         homes[fqn.rpartition(".")[0]][fqn] = tensor
@@ -58,6 +65,8 @@ def module_plans(
         style, why = _style(placed, fqn, homes[fqn], inputs[fqn], outputs[fqn], whys)
         lookup = placed.lookups.get(fqn)
         rewrites = placed.rewrites.get(fqn, ())
+        if style == "replicate" and (fqn in sequence or any(f in placed.sequence.parameters for f in homes[fqn])):
+            style, why = SEQUENCE, _WHY_SEQUENCE
         if style == "replicate" and not why:
             style, why = "resize", "sizes in its code follow the cut"
             if not settings[fqn] and not rewrites:
@@ -73,8 +82,19 @@ def module_plans(
             rewrites,
             draws.get(fqn),
             returns.get(fqn, {}),
+            sequence.get(fqn, {}),
         )
     return _folded(plans)
+
+
+def _in_training(placed: Placed) -> dict[str, dict[str, str]]:
+    """Return what is converted otherwise while the sequence is cut, by module."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for c in placed.sequence.conversions:
+        found[c.fqn][f"{c.side}:{c.path}"] = c.kind
+    for fqn, paths in placed.sequence.returns.items():
+        found[fqn] |= {f"returns:{path}": kind for path, kind in paths.items()}
+    return found
 
 
 def replaced(found: Iterable[Replacement], modules: Mapping[str, ModulePlan]) -> tuple[Replacement, ...]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from autoshard import cost
 from autoshard.dtypes import dtype_bytes
 from autoshard.folding import fold_strings
 from autoshard.passes.draws import Draws
+from autoshard.passes.extents import Extents, at
 from autoshard.passes.factors import count
+from autoshard.passes.flops import Flops
 from autoshard.passes.states import Placed
-from autoshard.plans import Coverage, TensorPlan, unfold
+from autoshard.plans import Coverage, TensorPlan, Workload, unfold
 
 
-def coverage(placed: Placed, parameters: Mapping[str, TensorPlan], sizes: cost.Sizes) -> Coverage:
+def coverage(placed: Placed, parameters: Mapping[str, TensorPlan], workload: Workload) -> Coverage:
     """Return the shares of parameter bytes and of matmul FLOPs that are cut, and what is left whole with its reason."""
     total = cut = 0
     left: dict[tuple[str, str], int] = defaultdict(int)
@@ -32,13 +33,14 @@ def coverage(placed: Placed, parameters: Mapping[str, TensorPlan], sizes: cost.S
             texts[fqn], weights[fqn] = tensor.why, size
     for pattern, why in fold_strings(texts).items():
         left[pattern, why] = sum(weights[fqn] for fqn in unfold(pattern))
-    flops = done = 0
+    counting = Flops(placed, Extents.of(placed))
+    flops = done = 0.0
     summed: dict[str, bool] = defaultdict(bool)
     for item in placed.chosen.factored.contractions:
         summed[item.op] |= bool(count(item.factor, placed.chosen.inner))
     live = {value for c in placed.chosen.cuts for value, _ in c.touched}
     for op in placed.chosen.factored.traced.ops:
-        one = cost.matmul_flops(op, placed, sizes)
+        one = float(at(counting.of(op, whole=True), workload.batch, workload.sequence, 1))
         flops += one
         if one and (
             summed[op.name]
@@ -89,6 +91,7 @@ def warnings(placed: Placed, draws: Draws) -> tuple[str, ...]:
             f"each tp rank drops the same places of its share ({where}): the same code draws for whole values too; "
             "move one of them into a module of its own"
         )
+    found += placed.sequence.notes
     if placed.chosen.degree > 1 and not placed.chosen.cuts:
         found.append(f"nothing is cut over tp={placed.chosen.degree}: every tp rank does all the work")
     return tuple(found)

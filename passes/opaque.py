@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoshard._torch import quiet_fake_tensors
+from autoshard.guesses import Answers, Guesses, explore
 from autoshard.ir import Untraced
 from autoshard.observed import Observed, Seen
 from autoshard.outputs import states, tensors
+from autoshard.quiet import quiet
 from autoshard.templates import Hole, fill, holes
+from autoshard.twin import make_twin
 
 _ROWS = 3
 
@@ -57,29 +61,55 @@ class Opaque:
         parts: by module name.
         solid: those of them whose called modules are not traced either.
         observed: the eager run that says what goes in and out; None where there are no parts.
+        guesses: the answers with which the code of some of the parts is followed after all, by module name.
         final: whether a trace passed with it: later traces must keep out the same.
     """
 
     parts: Mapping[str, Untraced] = field(default_factory=dict)
     solid: frozenset[str] = frozenset()
     observed: Observed | None = None
+    guesses: Mapping[str, Answers] = field(default_factory=dict)
     final: bool = False
+
+    @property
+    def untraced(self) -> tuple[Untraced, ...]:
+        """The modules whose own code is not in the graph."""
+        return tuple(part for fqn, part in self.parts.items() if fqn not in self.guesses)
 
     def grown(self, model: nn.Module, part: Untraced) -> Opaque | None:
         """Return this with one part more, or with one that is solid; None where nothing is left to keep out."""
         fqn = part.fqn
+        wrong = {one for one in self.guesses if one == fqn or fqn.startswith(one + ".") or not one}
+        if wrong:  # what fake tensors could follow, export cannot
+            return replace(self, guesses={one: n for one, n in self.guesses.items() if one not in wrong})
         while True:
             if self._seen(fqn) and fqn not in self.parts:
                 found = {**self.parts, fqn: replace(part, fqn=fqn)}
                 for other in _alike(model, fqn):
                     if self._seen(other):
                         found.setdefault(other, replace(part, fqn=other))
-                return replace(self, parts=found)
+                answers = self._explored(model, fqn)
+                more = dict.fromkeys(found.keys() - self.parts.keys(), answers) if answers else {}
+                return replace(self, parts=found, guesses={**self.guesses, **more})
             if fqn in self.parts and fqn not in self.solid:
                 return replace(self, solid=self.solid | {fqn})
             if not fqn:
                 return None
             fqn = fqn.rpartition(".")[0]
+
+    def _explored(self, model: nn.Module, fqn: str) -> Answers | None:
+        """Return the answers with which a module's code can be followed; None where there are none."""
+        if self.observed is None:
+            return None
+        twin = make_twin(model)
+        module = _find(twin.model, fqn)
+        seen = self.observed.calls[self.observed.of(fqn)[0]]
+        if module is None:
+            return None
+        with quiet_fake_tensors(), twin.mode, torch.no_grad(), quiet():
+            given = {hole.index: torch.empty(hole.shape, dtype=hole.dtype) for hole in holes(seen.arguments)}
+            args, kwargs = fill(seen.arguments, given)
+            return explore(module, args, kwargs, tuple(seen.heard))
 
     def _seen(self, fqn: str) -> bool:
         calls = self.observed.calls if self.observed is not None else ()
@@ -92,7 +122,9 @@ class Opaque:
         pieces = _Pieces(model, self)
         for fqn in self.parts:
             module = _find(twin, fqn)
-            if module is not None:
+            if module is not None and fqn in self.guesses:
+                _answered(module, self.guesses[fqn])
+            elif module is not None:
                 module.forward = _Shell(twin, module, self, pieces, fqn).wrapped()
 
     def sometimes(self, model: nn.Module) -> frozenset[str]:
@@ -104,6 +136,21 @@ class Opaque:
             return frozenset()
         pieces = _Pieces(model, self)
         return frozenset(child for fqn in self.parts for child in pieces.children(fqn) if not pieces.in_row(fqn, child))
+
+
+def _answered(module: nn.Module, answers: Answers) -> None:
+    """Answer every question for values in a module's forward, which stays the class's own."""
+    running: list[Guesses] = []
+
+    def enter(*_: Any) -> None:
+        running.append(Guesses(answers))
+        running[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
 
 
 class _Pieces:

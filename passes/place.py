@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autoshard.passes.boundary import Boundaries
 from autoshard.passes.cut import Chosen, Cut
-from autoshard.passes.flow import Flow
+from autoshard.passes.flow import Flow, agree_over_sites
 from autoshard.passes.inside import Inside
 from autoshard.passes.states import Conversion, Placed, Refused, State
 from autoshard.plans import Refusal
@@ -39,6 +39,7 @@ class Place:
             boundaries = Boundaries(flow, texts, exits)
             try:
                 sums = _walk(flow, boundaries)
+                agree_over_sites(flow)
             except Refused as refusal:
                 if texts is None and self.texts is not None and (refusal.inside or refusal.sums):
                     texts = self.texts()

@@ -50,6 +50,27 @@ class Conversion:
 
 
 @dataclass(frozen=True)
+class Stretches:
+    """Values that are whole between regions, and cut along the sequence in training.
+
+    Attributes:
+        dims: the cut dim of each, by value; negative.
+        conversions: in place of those at the same boundary; ``kind`` is ``""`` where there is none while they are cut.
+        returns: conversion by output path, by module, of what the model may hand out.
+        parameters: those that work on the rank's part of the sequence: their gradients are partial.
+        arguments: arguments of the model, with the dim, whose length tp must divide.
+        notes: what was given up, one sentence each.
+    """
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    conversions: tuple[Conversion, ...] = ()
+    returns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
+    arguments: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Placed:
     """States and conversions for a set of cuts.
 
@@ -62,6 +83,7 @@ class Placed:
         settings: attributes that are set so that sizes in the user's code become local, by ``(module, attribute)``.
         rewrites: arguments in the code of a module that are written otherwise, for the same, by module.
         resizable: whether such attributes and rewrites were not looked for yet.
+        sequence: what is cut along the sequence in training.
     """
 
     chosen: Chosen
@@ -74,6 +96,13 @@ class Placed:
     settings: Mapping[tuple[str, str], int] = field(default_factory=dict)
     rewrites: Mapping[str, tuple[CallRewrite, ...]] = field(default_factory=dict)
     resizable: bool = True
+    sequence: Stretches = Stretches()
+
+    def in_training(self) -> list[Conversion]:
+        """Return the conversions while the sequence is cut."""
+        cut = {(c.call, c.side, c.path): c for c in self.sequence.conversions}
+        kept = [c for c in self.conversions if c.side == "inside" or (c.call, c.side, c.path) not in cut]
+        return [*kept, *(c for c in self.sequence.conversions if c.kind)]
 
 
 class Refused(Exception):

@@ -26,6 +26,7 @@ from autoshard.passes.opaque import Opaque
 from autoshard.passes.unroll import NotAlike, find_repeats, unroll
 from autoshard.quiet import quiet
 from autoshard.twin import Twin, make_twin
+from autoshard.words import fold_names
 
 _UNTRACED = "the model's forward could not be traced"
 _HELP = "remove the branch on tensor values at that line, or pass example_inputs that avoid it"
@@ -41,6 +42,7 @@ class Trace:
         prepare: called with the twin before it is traced; may change it.
         after: called with (fqn, outputs) at the end of each module call of the traced twin; may replace the outputs.
         whole: trace every block, also those that repeat an earlier one.
+        joined: write the blocks that repeat into the graph; else they are not in it.
         tracker: notes what becomes of integer attributes.
     """
 
@@ -49,6 +51,7 @@ class Trace:
     prepare: Callable[[nn.Module], None] | None = None
     after: Callable[[str, Any], Any] | None = None
     whole: bool = False
+    joined: bool = True
     tracker: Follower | None = None
 
     def run(self, model: nn.Module) -> Traced:
@@ -62,6 +65,8 @@ class Trace:
         """
         trace = self
         repeats = () if self.whole else find_repeats(model, containers_of(model))
+        if repeats and not self.joined:
+            return self._followed(model, {r.container: r.kept for r in repeats})[0]
         if repeats:
             try:
                 shallow, trace = self._followed(model, {r.container: r.kept for r in repeats})
@@ -211,7 +216,7 @@ def _trace(
 
 def _told(model: nn.Module, traced: Traced, opaque: Opaque) -> Traced:
     """Return the graph with what was kept out of it, and inputs with which another trace keeps out the same."""
-    parts = tuple(opaque.parts.values())
+    parts = opaque.untraced
     return replace(
         traced,
         inputs=replace(traced.inputs, opaque=replace(opaque, final=True)),
@@ -234,7 +239,11 @@ def _warnings(parts: tuple[Untraced, ...]) -> Iterator[str]:
 def _assumptions(opaque: Opaque) -> Iterator[str]:
     if opaque.parts and opaque.observed is not None:
         how = "one run of the forward" if opaque.observed.real else "a forward run on made-up values"
-        yield f"what code that cannot be traced returns, and the modules it calls, are those of {how}"
+        if opaque.untraced:
+            yield f"what code that cannot be traced returns, and the modules it calls, are those of {how}"
+    if opaque.guesses:
+        some = ", ".join(fold_names(name or "the model" for name in opaque.guesses))
+        yield f"code that asks for the values of tensors was followed with made-up ones: {some}"
 
 
 def _trace_error(error: Exception) -> TraceError:

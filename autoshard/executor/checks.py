@@ -152,6 +152,8 @@ def check_modules(model: nn.Module, plan: Plan) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     tensors = parameter_plans(model, plan)
     first_names = {id(module): name for name, module in model.named_modules()}
+    for path in plan.sequence:
+        Argument(model, path, "")
     for fqn, module_plan in plan.module_plans():
         if fqn not in modules:
             raise PlanMismatch(f"the model has no module {fqn}", help=near(fqn, modules))
@@ -169,13 +171,24 @@ def _check_boundary(module: nn.Module, module_plan: ModulePlan, fqn: str) -> Non
     for text in module_plan.returns.values():
         if text != REFUSED:
             Conversion.parse(text)
+    for key, text in module_plan.sequence.items():
+        side, _, path = key.partition(":")
+        if side not in ("inputs", "outputs", "returns"):
+            raise InvalidArgument(
+                f"nothing is converted at {key!r}", at=fqn, got=f"{key!r}; allowed: inputs:, outputs: or returns:, a path"
+            )
+        if side == "inputs":
+            Argument(module, path, fqn)
+        if text:
+            Conversion.parse(text)
     if module_plan.draws not in (None, *KINDS):
         raise InvalidArgument(
             f"no way to draw random numbers is called {module_plan.draws!r}",
             at=fqn,
             got=f"{module_plan.draws!r}; allowed: None, {', '.join(map(repr, KINDS))}",
         )
-    unknown = sorted(module_plan.share.keys() - module_plan.inputs.keys())
+    converted = {*module_plan.inputs, *(k.removeprefix("inputs:") for k in module_plan.sequence)}
+    unknown = sorted(module_plan.share.keys() - converted)
     if unknown:
         raise InvalidArgument(f"{fqn} shares an argument that it does not convert: {unknown[0]}", at=fqn)
 

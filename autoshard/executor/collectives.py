@@ -8,15 +8,17 @@ partial sum. Each conversion is linear, and its backward is the conversion that 
 =========  ====================  ====================
 R->V       identity              all-reduce
 P->R       all-reduce            identity
+P->S(d)    reduce-scatter        all-gather along d
 S(d)->R    all-gather along d    local slice
+S(d)->V    all-gather along d    reduce-scatter
 R->S(d)    local slice           all-gather along d
 R->P       rank 0 keeps it       identity
 V->P       divide by the ranks   divide by the ranks
 A->R       mean over the ranks   divide by the ranks
 =========  ====================  ====================
 
-**A** is a part of a mean, each rank's own of an equal share. ``P->V``, ``A->V`` and ``S(d)->V`` are made whole and
-enter at once: ``P->R``, ``A->R`` or ``S(d)->R``, then ``R->V``.
+**A** is a part of a mean, each rank's own of an equal share. ``P->V`` and ``A->V`` are made whole and enter at once:
+``P->R`` or ``A->R``, then ``R->V``.
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
@@ -42,7 +44,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
 
-KINDS = ("R->V", "P->R", "P->V", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P")
+KINDS = ("R->V", "P->R", "P->V", "P->S(d)", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P")
 _SPAN = re.compile(r"^R->V\[(\d+):(\d+)\]$")
 
 
@@ -82,7 +84,7 @@ class Conversion:
 
     Attributes:
         kind: such as ``R->V``.
-        dim: the cut dim of ``S(d)->R`` and ``R->S(d)``.
+        dim: the cut dim of ``S(d)``.
         span: for ``R->V``, the first and the end of the elements of the last dim that it concerns; None for all.
     """
 
@@ -111,14 +113,18 @@ class Conversion:
             return enter(value, axis) if self.span is None else _enter_span(value, axis, *self.span)
         if self.kind == "V->P":
             return value / axis.size
-        if self.kind in ("P->V", "A->V", "S(d)->V"):
-            return enter(Conversion(self.kind[:-1] + "R", self.dim)(value, axis), axis)
+        if self.kind in ("P->V", "A->V"):
+            return enter(Conversion(self.kind[:-1] + "R")(value, axis), axis)
         if self.kind == "A->R":
             return run(_AllReduce, value / axis.size, axis.group)
         if self.kind == "P->R":
             return run(_AllReduce, value, axis.group)
+        if self.kind == "P->S(d)":
+            return run(_Scatter, value, axis.size, self.dim, axis.group)
         if self.kind == "S(d)->R":
             return run(_Gather, value, axis.rank, axis.size, self.dim, axis.group)
+        if self.kind == "S(d)->V":
+            return run(_GatherIn, value, axis.size, self.dim, axis.group)
         if self.kind == "R->S(d)":
             return run(_Slice, value, axis.rank, axis.size, self.dim, axis.group)
         return first_rank(value, axis)
@@ -152,13 +158,17 @@ def take_slice(value: Tensor, rank: Tensor, size: int, dim: int) -> Tensor:
     Raises:
         InvalidArgument: the dim is not divisible.
     """
+    _check_divisible(value, size, dim)
+    dim %= value.dim()
+    return torch.unflatten(value, dim, (size, -1)).index_select(dim, rank).squeeze(dim)
+
+
+def _check_divisible(value: Tensor, size: int, dim: int) -> None:
     if value.shape[dim] % size:
         raise InvalidArgument(
             f"cannot cut dim {dim} of a tensor {tuple(value.shape)} over {size} tensor-parallel ranks",
             got=f"{value.shape[dim]} rows; allowed: a multiple of {size}",
         )
-    dim %= value.dim()
-    return torch.unflatten(value, dim, (size, -1)).index_select(dim, rank).squeeze(dim)
 
 
 def take_parts(value: Tensor, rank: Tensor, size: int, dim: int, parts: Sequence[tuple[int, int]]) -> Tensor:
@@ -176,6 +186,23 @@ def gather_slices(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) 
     if dim == 0:
         return stacked
     return torch.unflatten(stacked, 0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def scatter_sum(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's slice, of equal ones along ``dim``, of the sum over the ranks.
+
+    Raises:
+        InvalidArgument: the dim is not divisible.
+    """
+    _check_divisible(value, size, dim)
+    dim %= value.dim()
+    value = lift(value)
+    if dim:
+        value = torch.unflatten(value, dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
+    value = value.contiguous()
+    mine = torch.empty(value.shape[0] // size, *value.shape[1:], dtype=value.dtype, device=value.device)
+    dist.reduce_scatter_single(mine, value, group=group)
+    return mine
 
 
 def _sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -218,6 +245,30 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         return take_slice(gradient, ctx.rank, ctx.size, ctx.dim), None, None, None, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.dim, ctx.group = size, dim, group
+        return gather_slices(value, size, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_sum(gradient, ctx.size, ctx.dim, ctx.group), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.dim, ctx.group = size, dim, group
+        return scatter_sum(value, size, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_slices(gradient, ctx.size, ctx.dim, ctx.group), None, None, None
 
 
 class _Slice(torch.autograd.Function):

@@ -24,9 +24,10 @@ from autoshard.errors import InvalidArgument
 from autoshard.executor.agree import has_peers
 from autoshard.executor.collectives import Axis
 from autoshard.executor.forward import Forward
-from autoshard.plans import AXES
+from autoshard.executor.sequence import Sequence
+from autoshard.plans import AXES, SEQUENCE
 
-KINDS = ("per_rank", "shared")
+KINDS = ("per_rank", "shared", SEQUENCE)
 _WORD = (1 << 64) - 1
 
 
@@ -66,31 +67,36 @@ def one_stream(mesh: DeviceMesh) -> None:
             generator.manual_seed(mixed(_number(generator), data))
 
 
-def draw(module: nn.Module, kind: str, axis: Axis) -> None:
-    """Let ``module`` draw on a rank's own stream (``per_rank``), or on the common one (``shared``)."""
-    Drawing(module, kind, axis).install()
+def draw(module: nn.Module, kind: str, axis: Axis, sequence: Sequence | None = None) -> None:
+    """Let ``module`` draw on a rank's own stream (``per_rank``; ``sequence``: while that is cut) or the common one."""
+    Drawing(module, kind, axis, sequence).install()
 
 
 class Drawing(Forward):
     """Runs the forward on other states of the generators; where one process simulates all ranks, on those there are.
 
     Attributes:
-        kind: ``per_rank`` or ``shared``.
+        kind: ``per_rank``, ``sequence`` or ``shared``.
         axis: the tp axis.
+        sequence: whether the sequence is cut; None where the plan never cuts it.
     """
 
-    def __init__(self, module: nn.Module, kind: str, axis: Axis) -> None:
+    def __init__(self, module: nn.Module, kind: str, axis: Axis, sequence: Sequence | None = None) -> None:
         super().__init__(module)
         self.kind = kind
         self.axis = axis
+        self.sequence = sequence
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; arguments and answer are the module's own."""
-        if is_simulated():
+        kind = self.kind
+        if kind == SEQUENCE and self.sequence is not None:
+            kind = "per_rank" if self.sequence.is_cut("what draws random numbers") else ""
+        if is_simulated() or not kind:
             return self.inner(*args, **kwargs)
         used = generators(self.axis.mesh.device_type)
-        with _per_rank(used, self.axis.mesh.get_local_rank()) if self.kind == "per_rank" else _shared(used):
+        with _per_rank(used, self.axis.mesh.get_local_rank()) if kind == "per_rank" else _shared(used):
             return self.inner(*args, **kwargs)
 
 

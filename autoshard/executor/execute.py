@@ -34,6 +34,7 @@ from autoshard.executor.masters import widen
 from autoshard.executor.match import buffer_plans, parameter_plans
 from autoshard.executor.returned import Returned
 from autoshard.executor.scalars import replicate_scalars
+from autoshard.executor.sequence import Sequence
 from autoshard.executor.settings import check_attributes, set_attributes
 from autoshard.executor.share import Slot, common_parent
 from autoshard.executor.styles import InsideCode, ModuleStyle, Placed
@@ -138,7 +139,8 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     """Hold every parameter as a DTensor on the tp mesh, and convert at the boundaries."""
     mesh = applied.mesh[AXES[2]]
     axis, slots = Axis(mesh), _slots(model, applied.plan)
-    styles = {fqn: s for fqn, s in _styles(model, applied, axis, slots).items() if fqn not in leave}
+    sequence = Sequence(axis, applied.plan.sequence) if applied.plan.sequence else None
+    styles = {fqn: s for fqn, s in _styles(model, applied, axis, slots, sequence).items() if fqn not in leave}
     # a token of a key is a pattern to torch: names are taken literally
     keys: dict[str, ParallelStyle] = {
         ".".join(glob.escape(step) for step in fqn.split(".")): style for fqn, style in styles.items()
@@ -146,12 +148,9 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     replace.apply(model, applied.plan.replacements)
     set_attributes(model, applied.plan, InsideCode(axis, slots))
     parallelize_module(model, mesh, keys, src_data_rank=None)
-    boundaries = {fqn: one for fqn, one in _boundaries(model, applied.plan).items() if fqn not in leave and one.returns}
-    if boundaries:
-        returned = Returned(axis)
-        for fqn, one in boundaries.items():
-            returned.watch(model.get_submodule(fqn), fqn, one.returns)
-        returned.install(model)
+    if sequence is not None:
+        sequence.install(model)
+    _watch_returned(model, {f: b for f, b in _boundaries(model, applied.plan).items() if f not in leave}, axis, sequence)
     used = [sums for sums in {id(style.sums): style.sums for style in styles.values()}.values() if sums.owners]
     for sums in used:
         sums.install()
@@ -161,18 +160,39 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
         model.register_forward_hook(applied.settle)
 
 
+def _watch_returned(
+    model: nn.Module, boundaries: Mapping[str, ModulePlan], axis: Axis, sequence: Sequence | None
+) -> None:
+    """Make whole what the model hands out while it is not."""
+    returned = Returned(axis)
+    in_training = {f: _part(one.sequence, "returns:") for f, one in boundaries.items() if sequence is not None}
+    for fqn, one in boundaries.items():
+        returned.watch(model.get_submodule(fqn), fqn, one.returns)
+        returned.watch(model.get_submodule(fqn), fqn, in_training.get(fqn, {}), sequence)
+    if any(in_training.values()) or any(one.returns for one in boundaries.values()):
+        returned.install(model)
+
+
+def _part(texts: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {key.removeprefix(prefix): text for key, text in texts.items() if key.startswith(prefix)}
+
+
 def _boundaries(model: nn.Module, plan: Plan) -> dict[str, ModulePlan]:
     first_names = {id(module): name for name, module in model.named_modules()}
     return {first_names[id(model.get_submodule(fqn))]: boundary for fqn, boundary in plan.module_plans()}
 
 
-def _styles(model: nn.Module, applied: Applied, axis: Axis, slots: Mapping[str, Slot]) -> dict[str, ModuleStyle]:
+def _styles(
+    model: nn.Module, applied: Applied, axis: Axis, slots: Mapping[str, Slot], sequence: Sequence | None
+) -> dict[str, ModuleStyle]:
     plan = applied.plan
     boundaries, placed = _boundaries(model, plan), Placed()
     parameters, buffers = parameter_plans(model, plan), buffer_plans(model, plan)
     sums = _sums(model, applied, axis)
     return {
-        fqn: ModuleStyle(fqn, axis, parameters[fqn], buffers[fqn], boundaries.get(fqn), sums[fqn], slots, placed)
+        fqn: ModuleStyle(
+            fqn, axis, parameters[fqn], buffers[fqn], boundaries.get(fqn), sums[fqn], slots, placed, sequence
+        )
         for fqn, module in model.named_modules()
         if module._parameters or module._buffers or fqn in boundaries
     }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autoshard._torch import in_backward
 from autoshard.errors import InvalidArgument
 from autoshard.executor.collectives import Axis, Conversion
+from autoshard.executor.sequence import Sequence
 from autoshard.outputs import tensors
 from autoshard.paths import split, update
 
@@ -33,10 +34,12 @@ class Returned:
         self.axis = axis
         self._noted: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}
 
-    def watch(self, module: nn.Module, fqn: str, returns: Mapping[str, str]) -> None:
-        """Note what ``module`` returns at each path of ``returns``."""
+    def watch(
+        self, module: nn.Module, fqn: str, returns: Mapping[str, str], sequence: Sequence | None = None
+    ) -> None:
+        """Note what ``module`` returns at each path of ``returns``; given a sequence, only while that is cut."""
         if returns:
-            module.register_forward_hook(_Note(self, fqn, dict(returns)))
+            module.register_forward_hook(_Note(self, fqn, dict(returns), sequence))
 
     def install(self, model: nn.Module) -> None:
         """Convert what the model returns of it; forget it when a forward ends."""
@@ -86,16 +89,19 @@ class Returned:
 class _Note:
     """A forward hook that notes outputs of one module."""
 
-    def __init__(self, returned: Returned, fqn: str, returns: dict[str, str]) -> None:
+    def __init__(self, returned: Returned, fqn: str, returns: dict[str, str], sequence: Sequence | None) -> None:
         self.returned = returned
         self.fqn = fqn
         self.returns = returns
+        self.sequence = sequence
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, answer: Any) -> None:
         """Note them; what this call does not return is left alone."""
         if in_backward():
             return  # recomputed: its answer goes nowhere
+        if self.sequence is not None and not self.sequence.is_cut(self.fqn):
+            return
         for path, tensor in tensors(answer):
             if path in self.returns:
                 self.returned.note(tensor, self.returns[path], f"{self.fqn or 'the model'}, answer {path}".rstrip())

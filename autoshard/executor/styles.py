@@ -27,10 +27,11 @@ from autoshard.executor.gradsum import UnitSums
 from autoshard.executor.held import Held, hold
 from autoshard.executor.loading import CutBuffer
 from autoshard.executor.lookup import RowCutTable
+from autoshard.executor.sequence import InBothModes, Sequence
 from autoshard.executor.share import Slot
 from autoshard.executor.slices import view_of
-from autoshard.paths import Argument, split, update
-from autoshard.plans import ModulePlan, TensorPlan
+from autoshard.paths import Argument, Change, split, update
+from autoshard.plans import SEQUENCE, ModulePlan, TensorPlan
 
 
 @dataclass(eq=False)
@@ -54,6 +55,7 @@ class ModuleStyle(ParallelStyle):
         sums: the unit that sums its partial gradients.
         slots: the shared entries, by name.
         placed: what other modules placed already.
+        sequence: whether the sequence is cut; None where the plan never cuts it.
     """
 
     fqn: str
@@ -64,6 +66,7 @@ class ModuleStyle(ParallelStyle):
     sums: UnitSums
     slots: Mapping[str, Slot]
     placed: Placed
+    sequence: Sequence | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         helds, lists = {}, own_lists(module)
@@ -81,9 +84,9 @@ class ModuleStyle(ParallelStyle):
         if helds:
             hold(module, helds, lists)
         if self.boundary is not None:
-            install(module, self.boundary, self.axis, self.slots, self.fqn)
+            install(module, self.boundary, self.axis, self.slots, self.fqn, self.sequence)
             if self.boundary.draws is not None:
-                draw(module, self.boundary.draws, self.axis)
+                draw(module, self.boundary.draws, self.axis, self.sequence)
         return module
 
     def _place_parameter(self, module: nn.Module, name: str, plan: TensorPlan) -> None:
@@ -131,30 +134,59 @@ def like(held: DTensor, parameter: nn.Parameter) -> nn.Parameter:
     return new
 
 
-def install(module: nn.Module, plan: ModulePlan, axis: Axis, slots: Mapping[str, Slot], fqn: str) -> None:
+def install(
+    module: nn.Module,
+    plan: ModulePlan,
+    axis: Axis,
+    slots: Mapping[str, Slot],
+    fqn: str,
+    sequence: Sequence | None = None,
+) -> None:
     """Register the hooks that convert at the module's boundary.
 
     Raises:
         PlanMismatch: the forward has no such argument.
         InvalidArgument: a conversion is unknown.
     """
-    boundary = Boundary(axis, fqn)
-    for path, text in plan.inputs.items():
-        change = Converter(Conversion.parse(text), axis, slots.get(plan.share.get(path, "")))
-        boundary.inputs.append((Argument(module, path, fqn), change))
+    boundary, at = Boundary(axis, fqn), fqn or "the model"
     table = None
     if plan.lookup is not None:
         table = RowCutTable(module, plan.lookup, _num_rows(module), axis, fqn)
-    for path, text in plan.outputs.items():
-        conversion = Conversion.parse(text)
-        change = Converter(conversion, axis, table=table if conversion.kind.startswith("P->") else None)
-        boundary.outputs.append((split(path), change, f"{fqn or 'the model'}, answer {path}".rstrip()))
+
+    def change(side: str, path: str, text: str, slot: Slot | None = None) -> Change:
+        def converter(text: str) -> Converter | None:
+            conversion = Conversion.parse(text) if text else None
+            looked_up = table if conversion is not None and conversion.kind.startswith("P->") else None
+            return None if conversion is None else Converter(conversion, axis, slot, looked_up)
+
+        whole, key = converter(text), f"{side}:{path}"
+        if sequence is None or key not in plan.sequence:
+            assert whole is not None, "only what a cut sequence adds has no conversion without it"
+            return whole
+        return InBothModes(sequence, f"{at}, {side} {path}".rstrip(), whole, converter(plan.sequence[key]))
+
+    for path in _paths(plan, "inputs"):
+        slot = slots.get(plan.share.get(path, ""))
+        one = change("inputs", path, plan.inputs.get(path, ""), slot)
+        boundary.inputs.append((Argument(module, path, fqn), one))
+    for path in _paths(plan, "outputs"):
+        one = change("outputs", path, plan.outputs.get(path, ""))
+        boundary.outputs.append((split(path), one, f"{at}, answer {path}".rstrip()))
     if boundary.inputs:
         module.register_forward_pre_hook(boundary.enter, with_kwargs=True)
     if boundary.outputs:
         module.register_forward_hook(boundary.leave)
     if table is not None:
         table.install(module)
+    if sequence is not None and plan.style == SEQUENCE:
+        sequence.guard(module, fqn)
+
+
+def _paths(plan: ModulePlan, side: str) -> list[str]:
+    """Return the paths that are converted on a side, in either mode."""
+    found = dict.fromkeys(plan.inputs if side == "inputs" else plan.outputs)
+    keys = (key.partition(":") for key in plan.sequence)
+    return list(found | dict.fromkeys(path for where, _, path in keys if where == side))
 
 
 @dataclass(eq=False)

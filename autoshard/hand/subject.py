@@ -28,6 +28,11 @@ class HandSubject:
         """Number of tp ranks."""
         return self.hand.plan.mesh.tp
 
+    @property
+    def two_modes(self) -> bool:
+        """A plan written by hand is the same in every mode."""
+        return False
+
     def install(self, model: nn.Module) -> Mapping[str, Cut]:
         """Apply the rules: those with names first, and torch's styles to modules that no name concerns."""
         mesh = make_mesh(self.hand.plan, "cpu")

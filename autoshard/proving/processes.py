@@ -81,7 +81,7 @@ def _verify(
     say("copy a specimen")
     analysis = Analysis(model, mesh.tp, given)
     specimen = make_specimen(model, mesh.tp, lambda: analysis.placed, given=given)
-    cases = _cases(specimen.model, given, mesh.data)
+    cases = _cases(specimen.model, given, mesh.data, mesh.tp if made.sequence else 1)
     parcel = pack(specimen.model, specimen.smaller, target)
     say("run the untouched model")
     wants = reference(specimen.model, cases)
@@ -105,9 +105,9 @@ def _mesh(planned: Mesh, processes: int) -> Mesh:
     return Mesh(dp_shard=processes // planned.tp, tp=planned.tp)
 
 
-def _cases(model: nn.Module, given: Any, data: int) -> list[Cases]:
+def _cases(model: nn.Module, given: Any, data: int, multiple: int) -> list[Cases]:
     """Return two inputs of different size for each data-parallel rank; given ones are the same on all."""
-    first = make_cases(model, given)
+    first = make_cases(model, given, multiple)
     if given is not None:
         return [first] * data
     more = [[materialise(case, seed=97 * rank + step) for step, case in enumerate(first)] for rank in range(1, data)]

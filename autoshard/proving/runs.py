@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +46,23 @@ class Failed:
     module: str
 
 
-def reference(model: nn.Module, cases: list[ExampleInputs], weightings: list[Weights]) -> list[Run]:
+def reference(
+    model: nn.Module, cases: list[ExampleInputs], weightings: list[Weights], two_modes: bool = False
+) -> list[Run]:
     """Run the untouched model; fills in the weights of the objective.
+
+    Args:
+        model: the model.
+        cases: its inputs.
+        weightings: one for each, to fill in.
+        two_modes: whether to run forward without gradients too: those outputs have a name of their own.
 
     Raises:
         InvalidArgument: its own forward or backward fails.
     """
     seen: list[Observed] = []
     try:
-        return run(model, cases, weightings, lambda tensor: [tensor.detach()], seen)
+        return run(model, cases, weightings, lambda tensor: [tensor.detach()], seen, two_modes)
     except AutoshardError:
         raise
     except Exception as error:
@@ -83,7 +92,8 @@ def shares(
         except Exception as error:  # noqa: BLE001 - a style that torch itself refuses
             return Failed(error, ""), cuts
         try:
-            return run(model, cases, weightings, lambda tensor: on_each_rank(tensor, subject.tp), seen), cuts
+            read = partial(on_each_rank, world=subject.tp)
+            return run(model, cases, weightings, read, seen, subject.two_modes), cuts
         except Exception as error:  # noqa: BLE001 - the user's own code fails on a share: that is the finding
             return Failed(error, seen[-1].running if seen else ""), cuts
 
@@ -94,6 +104,7 @@ def run(
     weightings: list[Weights],
     read: Callable[[Tensor], list[Tensor]],
     seen: list[Observed],
+    two_modes: bool = False,
 ) -> list[Run]:
     """Run forward and backward on each case, gradients accumulated, and return what there was after each."""
     runs: list[Run] = []
@@ -105,6 +116,12 @@ def run(
             answer = model(*args, **kwargs)
             found = {path: _whole(tensor) for path, tensor in tensors(answer) if tensor.is_floating_point()}
             _objective(found, weights).backward()
+        if two_modes:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), Double():
+                torch.manual_seed(number)
+                answer = model(*args, **kwargs)
+            more = {f"{path} without gradients".strip(): tensor for path, tensor in tensors(answer)}
+            found |= {path: _whole(tensor) for path, tensor in more.items() if tensor.is_floating_point()}
         outputs = {path: [t.clone() for t in read(tensor)] for path, tensor in found.items()}
         gradients = {
             fqn: None if p.grad is None else [t.clone() for t in read(_as_held(p.grad, p))]

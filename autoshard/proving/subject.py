@@ -46,6 +46,10 @@ class Subject(Protocol):
     def tp(self) -> int:
         """Number of tp ranks."""
 
+    @property
+    def two_modes(self) -> bool:
+        """Whether the model runs otherwise without gradients."""
+
     def install(self, model: nn.Module) -> Mapping[str, Cut]:
         """Change ``model``, float64 on CPU, to its share; return how each parameter is cut. Runs on simulated ranks."""
 
@@ -60,6 +64,11 @@ class PlanSubject:
     def tp(self) -> int:
         """Number of tp ranks."""
         return self.plan.mesh.tp
+
+    @property
+    def two_modes(self) -> bool:
+        """Whether the sequence is cut in training only."""
+        return bool(self.plan.sequence)
 
     def install(self, model: nn.Module) -> Mapping[str, Cut]:
         """Apply the plan."""

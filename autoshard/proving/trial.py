@@ -48,7 +48,7 @@ def try_out(
     """
     say("run the untouched model")
     weights: list[Weights] = [{} for _ in cases]
-    wants = reference(copy.deepcopy(model), cases, weights)
+    wants = reference(copy.deepcopy(model), cases, weights, subject.two_modes)
     say(f"run it on {subject.tp} simulated ranks")
     gots, cuts = shares(copy.deepcopy(model), subject, cases, weights)
     if isinstance(gots, Failed):

@@ -74,7 +74,7 @@ def _verify_plan(model: nn.Module, made: Plan, tp: int | None, given: Any, say: 
     say("copy a specimen")
     analysis = Analysis(model, made.mesh.tp, given)
     specimen = make_specimen(model, made.mesh.tp, lambda: analysis.placed, given=given)
-    cases = make_cases(specimen.model, given)
+    cases = make_cases(specimen.model, given, made.mesh.tp if made.sequence else 1)
     findings = try_out(specimen.model, PlanSubject(fit(made, specimen)), cases, analysis, say)
     return _proof(findings, made.mesh.tp, specimen.shrunk, start)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from autoshard.rewrite.functions import innermost, method, named
 from autoshard.rewrite.source import NoSource, Source, source_of, unparsed
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_NOT_USERS = (*_OURS, sysconfig.get_path("stdlib") + os.sep, "<")
 _CALL = nn.Module._call_impl.__code__
 _NESTED = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
 
@@ -202,6 +205,26 @@ def _caller(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return frame
+
+
+def is_called_by_users(frame: FrameType, start: FrameType) -> bool:
+    """Whether a frame is the user's and below ``start`` by calls of the user's code, none of them of a module."""
+    if frame.f_code.co_filename.startswith(_NOT_USERS):
+        return False
+    above = frame.f_back
+    while above is not None and above is not start:
+        code = above.f_code
+        # torch.no_grad and its like call what they decorate
+        if code.co_filename.startswith(_NOT_USERS) and code.co_name != "decorate_context":
+            return False
+        above = above.f_back
+    return above is start
+
+
+def users_place() -> tuple[CodeType, int] | None:
+    """Return the instruction of the user's code that the running call comes from; None behind a module of torch."""
+    frame = _caller(sys._getframe(1))
+    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def _position(frame: FrameType) -> tuple[int, int] | None:

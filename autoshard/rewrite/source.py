@@ -67,6 +67,17 @@ def source_of(function: FunctionType) -> Source:
     raise NoSource(f"there is no source of {code.co_name}")
 
 
+def definition(code: CodeType) -> ast.FunctionDef | None:
+    """Return the definition that ``code`` was compiled from, or was written in; None where that is not known."""
+    text = _text(code.co_filename)
+    found = None
+    for node, _ in _definitions(code.co_filename, text):
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        if first <= code.co_firstlineno <= (node.end_lineno or 0):
+            found = node  # the innermost comes last
+    return found
+
+
 def compiled(source: Source, node: ast.FunctionDef, extra: tuple[str, ...]) -> CodeType:
     """Compile a definition in the surroundings of the source's function; ``extra`` are further names it closes over."""
     code = source.function.__code__

@@ -55,9 +55,11 @@ def test_explain_prints_the_report(asked: dict[str, Any]) -> None:
 def test_explain_hands_over_every_option(asked: dict[str, Any], tmp_path: Path) -> None:
     degrees = ("--world", "8", "--tp", "2", "--dp-shard", "4", "--dp-replicate", "1")
     work = ("--batch", "3", "--sequence", "77", "--dtype", "float32")
-    machine = ("--memory", "24.5", "--devices-per-node", "4", "--dump-dir", str(tmp_path))
+    machine = ("--device", "L40S", "--memory", "24.5", "--devices-per-node", "4", "--interconnect", "100Gb")
+    train = ("--global-batch", "12", "--optimizer", "sgd", "--mixed-precision", "bfloat16", "--masters", "float32")
+    more = ("--checkpointing", "full", "--dump-dir", str(tmp_path))
     overrides = ("--override", "layers.*.a=replicate", "--override", "head=replicate")
-    assert run("explain", MLP, *degrees, *work, *machine, *overrides).exit_code == 0
+    assert run("explain", MLP, *degrees, *work, *machine, *train, *more, *overrides).exit_code == 0
     del asked["model"]
     assert asked == {
         "world": 8,
@@ -67,8 +69,16 @@ def test_explain_hands_over_every_option(asked: dict[str, Any], tmp_path: Path) 
         "batch": 3,
         "sequence": 77,
         "dtype": "float32",
+        "device": "L40S",
         "memory": 24.5,
         "devices_per_node": 4,
+        "interconnect": "100Gb",
+        "global_batch": 12,
+        "optimizer": "sgd",
+        "mixed_precision": "bfloat16",
+        "masters": "float32",
+        "checkpointing": "full",
+        "sequence_parallel": None,
         "dump_dir": str(tmp_path),
         "overrides": {"layers.*.a": "replicate", "head": "replicate"},
     }

@@ -1,0 +1,186 @@
+"""What a placed model needs and takes on a mesh: the equations of ``cost`` with the numbers of a profile.
+
+Reads the profile, the collectives and the cluster. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sympy.polys.rings import PolyElement
+
+from autoshard import cost
+from autoshard.cluster import Cluster
+from autoshard.passes.extents import at
+from autoshard.passes.profile import Profile, UnitProfile
+from autoshard.passes.traffic import Sent, collectives
+from autoshard.passes.weights import MOMENTS, Bytes, share
+from autoshard.plans import AXES, Collective, Mesh, Workload
+
+
+@dataclass(frozen=True)
+class Price:
+    """One mesh and way to train, priced.
+
+    Attributes:
+        mesh: its degrees.
+        checkpointing: ``none``, ``selective`` or ``full``.
+        reshard: whether FSDP frees a unit's parameters after its forward.
+        memory: bytes on rank 0 by kind, each at its own largest.
+        peak: bytes on rank 0 at the worst moment.
+        when: that moment.
+        seconds: of one step, by part.
+        collectives: of one step.
+    """
+
+    mesh: Mesh
+    checkpointing: str
+    reshard: bool
+    memory: dict[str, int]
+    peak: int
+    when: str
+    seconds: dict[str, float]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def step(self) -> float:
+        """Seconds of one step."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What pricing needs to know of one tp degree.
+
+    Attributes:
+        profile: what a step costs there.
+        sent: what conversions send.
+        buffers: bytes of buffers on one rank.
+        main: the dtype that ``workload.dtype`` stands for.
+        cluster: the devices.
+    """
+
+    profile: Profile
+    sent: tuple[Sent, ...]
+    buffers: int
+    main: str
+    cluster: Cluster
+
+    def units(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> list[cost.Unit]:
+        """Return the sizes of every unit; ``batch`` and ``sequence`` may be symbols in place of the workload's."""
+        known: dict[int, cost.Unit] = {}
+        found = []
+        for unit in self.profile.units:
+            key = hash((id(unit.kept), id(unit.flops), unit.weights))
+            if key not in known:
+                known[key] = self._unit(unit, mesh, workload, batch or workload.batch, sequence or workload.sequence)
+            found.append(known[key])
+        return found
+
+    def _unit(self, unit: UnitProfile, mesh: Mesh, workload: Workload, batch: Any, sequence: Any) -> cost.Unit:
+        sizes = [(w, Bytes.of(w, workload, self.main)) for w in unit.weights]
+        padded = [(w, size, share(w, mesh.dp_shard) * mesh.dp_shard) for w, size in sizes]
+        trained = [(size, n) for w, size, n in padded if w.trainable]
+        gradients = sum(size.stored * n for size, n in trained)
+        sharded = mesh.data > 1 or any(size.gathered != size.stored for _, size in sizes)
+
+        def value(size: PolyElement) -> Any:
+            return at(size, batch, sequence, mesh.tp)
+
+        return cost.Unit(
+            name=unit.module,
+            block=unit.block,
+            root=not unit.module,
+            parameters=sum(size.stored * n for _, size, n in padded),
+            gradients=gradients,
+            optimizer=MOMENTS[workload.optimizer] * gradients,
+            gathered=sum(size.gathered * n for _, size, n in padded) if sharded else 0,
+            reduced=sum(size.reduced * n for size, n in trained) if sharded else 0,
+            kept=value(unit.kept),
+            dear=value(unit.dear),
+            entered=value(unit.entered),
+            beyond=value(unit.beyond),
+            flops=value(unit.flops),
+            moved=value(unit.moved),
+            launches=unit.launches,
+        )
+
+    def logits(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> Any:
+        """Return the elements of the logits."""
+        return at(self.profile.logits, batch or workload.batch, sequence or workload.sequence, mesh.tp)
+
+    def run(self, mesh: Mesh, workload: Workload, checkpointing: str, reshard: bool) -> Price:
+        """Price one mesh and way to train."""
+        units, logits = self.units(mesh, workload), self.logits(mesh, workload)
+        moments = cost.moments(units, logits, checkpointing, mesh.dp_shard, reshard)
+        when, beside = max(moments, key=lambda moment: moment[1])
+        state = cost.state_bytes(units, mesh.dp_shard)
+        sent = collectives(self.sent, self.profile, mesh, workload, self.main, checkpointing != "none", reshard)
+        return Price(
+            mesh,
+            checkpointing,
+            reshard,
+            self._memory(units, logits, mesh, checkpointing, reshard),
+            round(state + beside) + self.buffers,
+            when,
+            self._seconds(units, sent, mesh, workload, checkpointing),
+            sent,
+        )
+
+    def _memory(
+        self, units: Sequence[cost.Unit], logits: Any, mesh: Mesh, checkpointing: str, reshard: bool
+    ) -> dict[str, int]:
+        s = mesh.dp_shard
+        inner = [cost.gathered_bytes(u) for u in units if not u.root]
+        root = sum(cost.gathered_bytes(u) for u in units if u.root)
+        found = {
+            "parameters": sum(u.parameters for u in units) / s,
+            "gradients": cost.gradient_bytes(units, s),
+            "optimizer": sum(u.optimizer for u in units) / s,
+            "buffers": self.buffers,
+            "gathered units": root + (2 * max(inner, default=0) if reshard else sum(inner)),
+            "activations": sum(cost.kept_bytes(u, checkpointing) for u in units),
+            "loss": cost.LOSS_BYTES * logits,
+        }
+        return {name: round(size) for name, size in found.items()}
+
+    def _seconds(
+        self,
+        units: Sequence[cost.Unit],
+        sent: Sequence[Collective],
+        mesh: Mesh,
+        workload: Workload,
+        checkpointing: str,
+    ) -> dict[str, float]:
+        device = self.cluster.device
+        peak, memory = device.peak(workload.dtype), device.memory_bandwidth
+        compute = cost.compute_seconds(units, checkpointing, peak, memory)
+        tp = sum(self.collective_seconds(c, mesh) for c in sent if c.axis == "tp")
+        data = [c for c in sent if c.axis != "tp"]
+        total = sum(self.collective_seconds(c, mesh) for c in data)
+        ends = total / max(1, max((c.count for c in data), default=1))
+        optimizer = cost.optimizer_seconds(units, mesh.dp_shard, memory)
+        step = cost.step_seconds(compute, tp, total, ends, optimizer, device.name != "CPU")
+        return {"compute": compute, "tp": tp, "data": step - compute - tp - optimizer, "optimizer": optimizer}
+
+    def collective_seconds(self, one: Collective, mesh: Mesh) -> float:
+        """Return the seconds of all collectives of one kind."""
+        n, apart = self.axis(one.axis, mesh)
+        cluster = self.cluster
+        speed, inside = cost.bandwidth(
+            n, apart, cluster.devices_per_node, cluster.link_bandwidth, cluster.network_bandwidth
+        )
+        latency = cluster.link_latency if inside else cluster.network_latency
+        return float(cost.ring_seconds(one.op, one.bytes, one.count, n, speed, latency))
+
+    @staticmethod
+    def axis(name: str, mesh: Mesh) -> tuple[int, int]:
+        """Return the ranks of an axis, and how far apart they lie: the axis right of it is inside."""
+        degrees = [getattr(mesh, axis) for axis in AXES]
+        index = AXES.index(name)
+        apart = 1
+        for degree in degrees[index + 1 :]:
+            apart *= degree
+        return degrees[index], apart

@@ -1,0 +1,86 @@
+"""Price meshes: one profile for each tensor-parallel degree, looked at under every workload and way to train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from autoshard.cluster import Cluster
+from autoshard.dtypes import dtype_bytes
+from autoshard.ir import Traced
+from autoshard.passes.choose_mesh import Asked
+from autoshard.passes.price import Price, Pricing
+from autoshard.passes.profile import profile
+from autoshard.passes.states import Placed
+from autoshard.passes.traffic import activations
+from autoshard.plans import Workload
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices meshes of one model.
+
+    Attributes:
+        place: returns the placed cuts for a tp degree.
+        units: names of the FSDP units' modules, innermost first, the root last.
+        workload: what a step computes.
+        cluster: the devices.
+    """
+
+    place: Callable[[int], Placed]
+    units: tuple[str, ...]
+    workload: Workload
+    cluster: Cluster
+    _known: dict[int, Pricing] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(self, asked: Asked) -> Price:
+        """Return the price of a mesh and way to train."""
+        workload = replace(self.workload, batch=asked.batch)
+        return self.of(asked.mesh.tp).run(asked.mesh, workload, asked.checkpointing, asked.reshard)
+
+    def useful(self, tp: int) -> bool:
+        """Whether anything can be cut over a degree."""
+        return bool(self.place(tp).chosen.cuts)
+
+    def of(self, tp: int) -> Pricing:
+        """Return what pricing needs to know of a degree."""
+        if tp not in self._known:
+            self._known[tp] = self.made(self.place(tp))
+        return self._known[tp]
+
+    def made(self, placed: Placed) -> Pricing:
+        """Return what pricing needs to know of placed cuts."""
+        traced = placed.chosen.factored.traced
+        main = main_dtype(traced)
+        found = profile(placed, self.units, blocks(traced, self.units), self.workload)
+        sent = activations(placed, found, main, self.workload)
+        return Pricing(found, sent, _buffer_bytes(placed), main, self.cluster)
+
+
+def blocks(traced: Traced, units: tuple[str, ...]) -> frozenset[str]:
+    """Return the units that checkpointing recomputes: the outermost ones with modules inside."""
+    around = {call.fqn.rpartition(".")[0] for call in traced.calls}
+    inside = {".".join(fqn.split(".")[: i + 1]) for fqn in around for i in range(fqn.count(".") + 1)}
+    found: list[str] = []
+    for unit in sorted((u for u in units if u), key=lambda u: u.count(".")):
+        if unit in inside and not any(unit.startswith(outer + ".") for outer in found):
+            found.append(unit)
+    return frozenset(found)
+
+
+def main_dtype(traced: Traced) -> str:
+    """Return the dtype of most parameter bytes."""
+    sizes: dict[str, int] = {}
+    for parameter in traced.parameters:
+        sizes[parameter.meta.dtype] = sizes.get(parameter.meta.dtype, 0) + parameter.meta.numel
+    return max(sizes, key=lambda d: sizes[d], default="float32")
+
+
+def _buffer_bytes(placed: Placed) -> int:
+    total = 0
+    for buffer in placed.chosen.factored.traced.buffers:
+        division = placed.chosen.divisions.get(buffer.fqn)
+        cut = placed.chosen.degree if division is not None and not division.mixed else 1
+        total += math.prod(buffer.meta.shape) * dtype_bytes(buffer.meta.dtype) // cut
+    return total

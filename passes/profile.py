@@ -1,0 +1,274 @@
+"""What one step costs, unit by unit, as polynomials in the workload and the tensor-parallel degree.
+
+Reads the placed cuts, the FSDP units and what autograd keeps. Decides nothing. Blocks that were written out as copies of
+one that was traced cost what that one costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from sympy.polys.rings import PolyElement
+
+from autoshard.ir import Op, Traced
+from autoshard.passes.backward import Step, worst_moment
+from autoshard.passes.extents import ONE, RING, ZERO, Extents, at
+from autoshard.passes.flops import Flops
+from autoshard.passes.kept import Keeping, Layout
+from autoshard.passes.states import Placed
+from autoshard.passes.weights import Weight, weights
+from autoshard.plans import Workload
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """What the ops of one FSDP unit cost on one rank. Sizes are bytes, as polynomials in B, T and 1/t.
+
+    Attributes:
+        module: the unit's module, ``""`` for the root: what is in no other unit.
+        block: whether checkpointing recomputes it.
+        kept: bytes that stay from forward to backward.
+        dear: of those, results of matmuls and attention: what selective checkpointing keeps.
+        entered: bytes of its arguments that take a gradient: what full checkpointing keeps.
+        beyond: bytes that backward of the unit needs at its worst moment beside what is kept: gradients of activations
+            and of its whole parameters, less what is freed by then.
+        flops: of its matmuls and attention in one forward.
+        dear_flops: as ``flops``: what selective checkpointing does not compute again.
+        moved: bytes that its other ops read and write in one forward.
+        launches: kernels in one forward.
+        weights: its parameters on one tp rank.
+    """
+
+    module: str
+    block: bool
+    kept: PolyElement = ZERO
+    dear: PolyElement = ZERO
+    entered: PolyElement = ZERO
+    beyond: PolyElement = ZERO
+    flops: PolyElement = ZERO
+    moved: PolyElement = ZERO
+    launches: int = 0
+    weights: tuple[Weight, ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one step of a placed model costs on one rank.
+
+    Attributes:
+        units: in the order of forward, the root last.
+        logits: elements of the first result of the model, over which a loss outside of it is computed; 0 where the
+            model returns its loss.
+        again: values that a block which is run again in backward makes once more: up to its last op that keeps any.
+        guessed: ops whose kept tensors could not be found, and were said to be all.
+    """
+
+    units: tuple[UnitProfile, ...]
+    logits: PolyElement
+    again: frozenset[str]
+    guessed: tuple[str, ...] = ()
+
+
+@dataclass
+class _Sums:
+    """Sums of one unit while the graph is walked."""
+
+    kept: PolyElement = ZERO
+    dear: PolyElement = ZERO
+    steps: list[Step] = field(default_factory=list)
+    flops: PolyElement = ZERO
+    moved: PolyElement = ZERO
+    launches: int = 0
+    last: int = 0
+
+
+def profile(
+    placed: Placed,
+    units: Sequence[str],
+    blocks: frozenset[str],
+    workload: Workload,
+) -> Profile:
+    """Return what one step costs.
+
+    Args:
+        placed: the placed cuts.
+        units: names of the FSDP units' modules, innermost first, the root last.
+        blocks: those that checkpointing recomputes.
+        workload: where the moment of the most memory is looked for.
+    """
+    return _Walk(placed, tuple(units), blocks, workload).run()
+
+
+class _Walk:
+    def __init__(self, placed: Placed, units: tuple[str, ...], blocks: frozenset[str], workload: Workload) -> None:
+        self.workload = workload
+        self.placed = placed
+        self.traced: Traced = placed.chosen.factored.traced
+        self.extents = Extents.of(placed)
+        self.keeping = Keeping(self.traced)
+        self.units = units
+        self.blocks = blocks
+        self.sums = {unit: _Sums() for unit in units}
+        self.made: dict[str, list[str]] = {unit: [] for unit in units}
+        self.base: dict[str, str] = {}
+        self.makers: dict[str, str] = {}
+        self.held: set[str] = {s.name for s in self.traced.sources}
+        self.seen: dict[str, PolyElement] = {}
+        self.guessed: dict[str, None] = {}
+        self._homes: dict[str, str] = {}
+        self.flops = Flops(placed, self.extents)
+
+    def run(self) -> Profile:
+        copies = self.traced.copies
+        order: dict[str, None] = {}
+        for op in self.traced.ops:
+            unit = self.home(op.module)
+            order[unit] = None
+            self.made[unit].append(op.name)
+            if unit in copies:
+                self.keeping.skip(op)
+            else:
+                self._op(op, unit)
+        found = {unit: self._unit(unit) for unit in self.units if unit not in copies}
+        for unit in self.units:
+            if unit in copies:
+                found[unit] = replace(found[copies[unit]], module=unit)
+        held = weights(self.placed, self.units)
+        order = {unit: None for unit in [*order, *self.units] if unit} | {"": None}
+        units = tuple(replace(found[unit], weights=held[unit]) for unit in order)
+        return Profile(units, self._logits(), self._again(), tuple(self.guessed))
+
+    def _again(self) -> frozenset[str]:
+        """Return what blocks make once more: torch ends a second run behind the last tensor that is kept."""
+        again: set[str] = set()
+        for unit in self.blocks:
+            sums = self.sums[self.traced.copies.get(unit, unit)]
+            again.update(self.made[unit][: sums.last])
+        return frozenset(again)
+
+    def size(self, polynomial: PolyElement) -> float:
+        """Return a polynomial's value under the workload."""
+        return float(at(polynomial, self.workload.batch, self.workload.sequence, self.placed.chosen.degree))
+
+    def home(self, module: str) -> str:
+        """Return the innermost unit around a module."""
+        if module not in self._homes:
+            inner = module
+            while inner and inner not in self.sums:
+                inner = inner.rpartition(".")[0]
+            self._homes[module] = inner
+        return self._homes[module]
+
+    def _unit(self, unit: str) -> UnitProfile:
+        sums = self.sums[unit]
+        entered = ZERO
+        for call in self.traced.calls:
+            if call.fqn == unit and unit in self.blocks:
+                entered += sum((self._bytes(v) for v in dict.fromkeys(call.inputs.values()) if self._grad(v)), ZERO)
+                break
+        return UnitProfile(
+            unit, unit in self.blocks, sums.kept, sums.dear, entered, worst_moment(sums.steps, self.size), sums.flops,
+            sums.moved, sums.launches,
+        )  # fmt: skip
+
+    def _op(self, op: Op, unit: str) -> None:
+        sums = self.sums[unit]
+        self.makers[op.name] = unit
+        kept = self.keeping.run(op)
+        refs = op.refs()
+        if not kept.known:
+            self.guessed[op.target] = None
+        shared = 0 in kept.views
+        if shared:
+            self.base[op.name] = self._base(refs[kept.views[0]])
+        before = sums.kept
+        for index in kept.operands:
+            self._keep(self._base(refs[index]), unit)
+        for index in kept.results:
+            self._keep(op.name, unit, index)
+        made = sum((self._like(op, shape) * element for shape, element in kept.made), ZERO)
+        sums.kept += made
+        if kept.dear and kept.grad:
+            sums.dear += self._bytes(op.name)
+        if kept.grad and (kept.operands or kept.results or kept.made):
+            sums.last = len(self.made[unit]) - 1
+        if kept.grad:
+            sums.steps.append(self._step(op, sums.kept - before, shared))
+        if not shared:
+            self._time(op, sums)
+
+    def _step(self, op: Op, kept: PolyElement, shared: bool) -> Step:
+        """Return what backward of an op makes and frees."""
+        makes, weights = {}, ZERO
+        for ref in dict.fromkeys(op.refs()):
+            if self._grad(ref):
+                if ref in self.held:
+                    weights += self._bytes(ref)
+                else:
+                    makes[ref] = self._bytes(ref)
+        aside = ZERO if shared or op.name in self.flops.summed else self._bytes(op.name)
+        return Step(op.name, makes, weights, kept, aside, shared)
+
+    def _keep(self, value: str, unit: str, result: int = 0) -> None:
+        """Count a value once: in the first unit that keeps it, or in its maker where all blocks may share it."""
+        key = f"{value}:{result}"
+        if value in self.held or key in self.seen:
+            return
+        self.seen[key] = size = self._bytes(value, result)
+        self.sums[unit if self._grad(value) else self.makers.get(value, unit)].kept += size
+
+    def _base(self, value: str) -> str:
+        return self.base.get(value, value)
+
+    def _grad(self, value: str) -> bool:
+        layouts = self.keeping.layouts.get(value, ())
+        return any(layout is not None and layout.grad for layout in layouts)
+
+    def _layout(self, value: str, result: int = 0) -> Layout | None:
+        layouts = self.keeping.layouts.get(value, ())
+        return layouts[result] if result < len(layouts) else None
+
+    def _bytes(self, value: str, result: int = 0) -> PolyElement:
+        layout = self._layout(value, result)
+        return ZERO if layout is None else self.extents.numel(value, result) * layout.dtype.itemsize
+
+    def _like(self, op: Op, shape: tuple[int, ...]) -> PolyElement:
+        """Return the elements of a tensor made inside an op, whose dims are some of an operand's or of the result's."""
+        for value in dict.fromkeys([op.name, *op.refs()]):
+            layout = self._layout(value)
+            if layout is None:
+                continue
+            found = _some_of(shape, zip(layout.shape, self.extents.dims(value), strict=False))
+            if found is not None:
+                return found
+        return RING(math.prod(shape))
+
+    def _time(self, op: Op, sums: _Sums) -> None:
+        """Add what an op computes and moves."""
+        flops = self.flops.of(op)
+        sums.launches += 1
+        if flops:
+            sums.flops += flops
+        else:
+            sums.moved += self._bytes(op.name) + sum((self._bytes(ref) for ref in op.refs()), ZERO)
+
+    def _logits(self) -> PolyElement:
+        for output in self.traced.outputs:
+            if not output.state and self._grad(output.value):
+                return self.extents.numel(output.value)
+        return ZERO
+
+
+def _some_of(shape: Sequence[int], dims: Iterable[tuple[int, PolyElement]]) -> PolyElement | None:
+    """Return the product of the dims that have the sizes of ``shape``, in this order; None where one is missing."""
+    found, rest = ONE, iter(dims)
+    for size in shape:
+        if size == 1:
+            continue
+        extent = next((extent for number, extent in rest if number == size), None)
+        if extent is None:
+            return None
+        found = found * extent
+    return found

@@ -1,0 +1,157 @@
+"""Cut the sequence between regions: sequence parallelism.
+
+Reads the placed cuts. Decides which values between regions become one slice of the sequence on each rank, so that an
+all-reduce becomes a reduce-scatter and an all-gather, and norms, residuals and dropout run on a part of it. Leaves all
+as it was for runs without gradients. Gives up, with the line, what reads a size of the sequence there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from autoshard.passes.factors import Factor, find
+from autoshard.passes.leaks import Leaks, Seen
+from autoshard.passes.states import Conversion, Placed, Stretches
+from autoshard.passes.stretch import Finder, Found
+
+#: How often stretches shrink around code that reads a size, before all are given up.
+_ROUNDS = 8
+_WHY = "it works on each rank's part of the sequence, so its gradient is partial"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Cut the sequence over tp between regions.
+
+    Attributes:
+        in_training: how often the own code of a module was heard to draw random numbers in training.
+    """
+
+    in_training: Mapping[str, int] = field(default_factory=dict)
+
+    def run(self, model: nn.Module, placed: Placed) -> Placed:
+        """Return the placed cuts with stretches along the sequence; with none, and the reason, where there are none."""
+        sequences = _sequences(placed)
+        if placed.chosen.degree == 1 or not placed.chosen.cuts:
+            return placed
+        if not sequences:
+            return _given_up(placed, ["no argument of the model is a sequence"])
+        finders = [Finder(placed, one, self.in_training) for one in sequences]
+        banned: frozenset[Seen] = frozenset()
+        notes: dict[str, None] = {}
+        for _ in range(_ROUNDS):
+            found = [finder.run(banned) for finder in finders]
+            torn = _torn_calls(placed, found)
+            if torn:
+                banned |= torn
+                continue
+            if not any(one.dims for one in found):
+                notes.setdefault("nothing between two regions works on each position alone")
+                return _given_up(placed, notes)
+            dims = {value: dim for one in found for value, dim in one.dims.items()}
+            conversions = [c for one in found for c in one.conversions]
+            leak = Leaks(placed, dims, conversions, sequences).run(model)
+            if leak is None:
+                return _cut(placed, sequences, found, notes)
+            notes.setdefault(f"the code reads a size of the sequence ({leak.where or 'it takes another path'})")
+            banned |= leak.values
+        return _given_up(placed, notes)
+
+
+def _sequences(placed: Placed) -> list[Factor]:
+    """Return the extents that arguments of the model have as their sequence."""
+    factored = placed.chosen.factored
+    found: dict[Factor, None] = {}
+    for name, labels in factored.traced.workload_dims.items():
+        for label, dim in zip(labels, factored.single(name), strict=False):
+            if label == "sequence" and dim.size > 1:
+                found[find(dim)] = None
+    return list(found)
+
+
+def _torn_calls(placed: Placed, found: list[Found]) -> frozenset[Seen]:
+    """Return the values converted in one call of a module and not in another: a hook acts on all of them."""
+    by_call: dict[int, set[tuple[str, str, str]]] = defaultdict(set)
+    values: dict[str, set[Seen]] = defaultdict(set)
+    for c in (c for one in found for c in one.conversions):
+        by_call[c.call].add((c.side, c.path, c.kind))
+        values[c.fqn] |= {c.value, (c.call, c.value)}
+    wanted: dict[str, list[set[tuple[str, str, str]]]] = defaultdict(list)
+    for call in placed.chosen.factored.traced.calls:
+        if call.fqn in values:
+            wanted[call.fqn].append(by_call[call.id])
+    torn = (fqn for fqn, each in wanted.items() if any(one != each[0] for one in each))
+    return frozenset(value for fqn in torn for value in values[fqn])
+
+
+def _given_up(placed: Placed, notes: Mapping[str, None] | list[str]) -> Placed:
+    text = "; ".join(notes)
+    return replace(placed, sequence=Stretches(notes=(f"the sequence stays whole between regions: {text}",)))
+
+
+def _cut(placed: Placed, sequences: list[Factor], found: list[Found], notes: Mapping[str, None]) -> Placed:
+    parameters = frozenset(fqn for one in found for fqn in one.parameters)
+    conversions = _shared(c for one in found for c in one.conversions)
+    dims = {value: dim for one in found for value, dim in one.dims.items()}
+    arguments = _arguments(placed, [s for s, one in zip(sequences, found, strict=True) if one.dims])
+    if not arguments:
+        return _given_up(placed, ["the model is given it in no argument of its own"])
+    stretches = Stretches(
+        dims,
+        conversions,
+        _returns(placed, dims, conversions),
+        parameters,
+        arguments,
+        tuple(f"a part of the sequence's way between regions is left whole: {note}" for note in notes),
+    )
+    sums = {**placed.grad_sums, **dict.fromkeys(sorted(parameters), _WHY)}
+    return replace(placed, grad_sums=sums, sequence=stretches)
+
+
+def _shared(conversions: object) -> tuple[Conversion, ...]:
+    """Name entries with one value that are not named yet, so that it is gathered once."""
+    every: list[Conversion] = list(conversions)  # type: ignore[call-overload]
+    groups: dict[tuple[str, str], list[Conversion]] = defaultdict(list)
+    for c in every:
+        if c.side == "inputs" and c.kind:
+            groups[c.value, c.kind].append(c)
+    names = {key: f"{group[0].fqn}:{group[0].path}" for key, group in groups.items() if len(group) > 1}
+    return tuple(replace(c, share=c.share or names.get((c.value, c.kind))) if c.side == "inputs" else c for c in every)
+
+
+def _arguments(placed: Placed, sequences: list[Factor]) -> dict[str, int]:
+    """Return the model's arguments that have one of the sequences, with the dim."""
+    factored = placed.chosen.factored
+    root = next((call for call in factored.traced.calls if call.parent is None and not call.fqn), None)
+    found: dict[str, int] = {}
+    for path, value in root.inputs.items() if root is not None else ():
+        labels = factored.traced.workload_dims.get(value, ())
+        for number, (label, dim) in enumerate(zip(labels, factored.single(value), strict=False)):
+            if label == "sequence" and find(dim) in sequences:
+                found.setdefault(path, number)
+    return found
+
+
+def _returns(
+    placed: Placed, dims: Mapping[str, int], conversions: tuple[Conversion, ...]
+) -> dict[str, dict[str, str]]:
+    """Return how a value that a module returns while it is cut is made whole, should the model hand it out."""
+    traced = placed.chosen.factored.traced
+    calls = {call.id: call for call in traced.calls}
+    ends = {(c.call, c.path) for c in conversions if c.side == "outputs" and c.kind.startswith("S(")}
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for op in traced.ops:
+        if op.name not in dims:
+            continue
+        for number in reversed(op.calls):
+            call = calls[number]
+            paths = [path for path, value in call.outputs.items() if value == op.name]
+            for path in paths if (number, paths[0] if paths else "") not in ends else ():
+                found[call.fqn][path] = f"S({dims[op.name]})->R"
+            if paths:
+                break
+    return found

@@ -1,0 +1,144 @@
+"""The collectives of one step: what each conversion, each FSDP unit and each gradient sum sends.
+
+Reads the placed cuts and the units. Decides nothing. Axes of one rank send nothing and are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sympy.polys.rings import PolyElement
+
+from autoshard.dtypes import dtype_bytes
+from autoshard.passes.extents import Extents, at
+from autoshard.passes.profile import Profile
+from autoshard.passes.states import Conversion, Placed
+from autoshard.passes.weights import Bytes, share
+from autoshard.plans import Collective, Mesh, Workload
+
+_DIM = re.compile(r"\(-?\d+\)|\[.*\]")
+#: what a conversion sends in forward and in backward
+SENDS: Mapping[str, tuple[str | None, str | None]] = {
+    "R->V": (None, "all_reduce"),
+    "P->R": ("all_reduce", None),
+    "A->R": ("all_reduce", None),
+    "P->V": ("all_reduce", "all_reduce"),
+    "A->V": ("all_reduce", "all_reduce"),
+    "S->R": ("all_gather", None),
+    "R->S": (None, "all_gather"),
+    "S->V": ("all_gather", "reduce_scatter"),
+    "P->S": ("reduce_scatter", "all_gather"),
+    "R->P": (None, None),
+    "V->P": (None, None),
+}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is sent over tp for activations in one step: forward, backward, and forward once more in a block that is
+    recomputed. Sizes are bytes: of the input of an all-reduce or reduce-scatter, of the output of an all-gather.
+
+    Attributes:
+        op: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        size: bytes of one.
+        again: whether checkpointing sends it once more.
+    """
+
+    op: str
+    size: PolyElement
+    again: bool
+
+
+def activations(placed: Placed, profile: Profile, main: str, workload: Workload) -> tuple[Sent, ...]:
+    """Return what conversions send over tp.
+
+    Args:
+        placed: the placed cuts.
+        profile: for what is run again in backward.
+        main: the dtype that ``workload.dtype`` stands for.
+        workload: for the dtype of activations.
+    """
+    extents = Extents.of(placed)
+    metas = placed.chosen.factored.traced.metas()
+    found: list[Sent] = []
+    entered: set[tuple[str, str | None]] = set()
+    for conversion in placed.in_training():
+        forward, backward = SENDS[_DIM.sub("", conversion.kind)]
+        meta = metas[conversion.value]
+        element = dtype_bytes(workload.dtype if meta.dtype == main else meta.dtype)
+        size = extents.numel(conversion.value, whole=True) * element
+        shared = (conversion.value, conversion.share) in entered and conversion.share is not None
+        if shared and conversion.kind.startswith("S"):
+            continue
+        if forward is not None:
+            found.append(Sent(forward, size, _again(placed, profile, conversion)))
+        elif (conversion.value, conversion.share) in entered and conversion.kind.startswith("R->V"):
+            continue
+        if backward is not None and _takes_gradient(placed, conversion):
+            entered.add((conversion.value, conversion.share))
+            found.append(Sent(backward, size, False))
+    return tuple(found)
+
+
+def _again(placed: Placed, profile: Profile, conversion: Conversion) -> bool:
+    """Whether a block that is run again in backward converts once more; what is done at its own boundary is not."""
+    blocks = {unit.module for unit in profile.units if unit.block}
+    outer = conversion.fqn.rpartition(".")[0]
+    while outer and outer not in blocks:
+        outer = outer.rpartition(".")[0]
+    if not outer or conversion.fqn in blocks:
+        return False
+    inside = any(op.name == conversion.value for op in placed.chosen.factored.traced.ops if op.module.startswith(outer))
+    return conversion.value in profile.again or not inside
+
+
+def _takes_gradient(placed: Placed, conversion: Conversion) -> bool:
+    """Whether backward reaches a value: not so for an input that asks for no gradient."""
+    return all(s.name != conversion.value or s.trainable for s in placed.chosen.factored.traced.sources)
+
+
+def collectives(
+    sent: Sequence[Sent], profile: Profile, mesh: Mesh, workload: Workload, main: str, recompute: bool, reshard: bool
+) -> tuple[Collective, ...]:
+    """Return the collectives of one forward and backward.
+
+    Args:
+        sent: over tp, for activations.
+        profile: for the parameters of each unit.
+        mesh: its degrees.
+        workload: its sizes, and the dtypes of parameters.
+        main: the dtype that ``workload.dtype`` stands for.
+        recompute: whether blocks are run again in backward.
+        reshard: whether FSDP frees a unit's parameters after its forward, and gathers them again in backward.
+    """
+    found: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def add(axis: str, op: str, what: str, size: int, times: int = 1) -> None:
+        row = found[axis, op, what]
+        row[0] += times
+        row[1] += times * size
+
+    for one in sent if mesh.tp > 1 else ():
+        size = round(at(one.size, workload.batch, workload.sequence, mesh.tp))
+        add("tp", one.op, "activation", size, 2 if one.again and recompute else 1)
+    for unit in profile.units:
+        sizes = [(w, Bytes.of(w, workload, main)) for w in unit.weights]
+        summed = sum(w.summed * size.reduced for w, size in sizes)
+        if summed and mesh.tp > 1:
+            add("tp", "all_reduce", "gradient sum", summed)
+        if mesh.data == 1 or not sizes:
+            continue
+        padded = [(w, size, share(w, mesh.dp_shard) * mesh.dp_shard) for w, size in sizes]
+        gradients = sum(n * size.reduced for w, size, n in padded if w.trainable)
+        if mesh.dp_shard > 1:
+            # the root keeps its parameters for backward
+            gathers = 2 if reshard and unit.module else 1
+            add("dp_shard", "all_gather", "parameter", sum(n * size.gathered for _, size, n in padded), gathers)
+            if gradients:
+                add("dp_shard", "reduce_scatter", "gradient", gradients)
+        if mesh.dp_replicate > 1 and gradients:
+            add("dp_replicate", "all_reduce", "gradient", gradients // mesh.dp_shard)
+    return tuple(Collective(axis, op, n, size, what) for (axis, op, what), (n, size) in found.items())

@@ -1,0 +1,113 @@
+"""The parameters of each FSDP unit on one tp rank, and their bytes under a precision and a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sympy.polys.rings import PolyElement
+
+from autoshard.dtypes import dtype_bytes
+from autoshard.ir import Tensor
+from autoshard.passes.extents import RING, U
+from autoshard.passes.states import Placed
+from autoshard.plans import Workload
+
+#: optimizer state, in copies of the parameters: the moments that each keeps (Kingma and Ba 2015 for Adam)
+MOMENTS = {"adamw": 2, "sgd": 0, "sgd-momentum": 1}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter on one tp rank.
+
+    Attributes:
+        rows: its first dim; 1 for a scalar.
+        rest: the product of its other dims.
+        dtype: its own.
+        trainable: whether it takes a gradient.
+        summed: elements of its gradient that are summed over tp; 0 where it is whole or cut.
+        elements: ``rows * rest``, with 1/t.
+    """
+
+    rows: int
+    rest: int
+    dtype: str
+    trainable: bool
+    summed: int
+    elements: PolyElement
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of an element of a parameter under a workload's precision.
+
+    Attributes:
+        stored: as held between steps, and its gradient too.
+        gathered: as FSDP gathers it.
+        reduced: as its gradient is reduced.
+    """
+
+    stored: int
+    gathered: int
+    reduced: int
+
+    @staticmethod
+    def of(weight: Weight, workload: Workload, main: str) -> Bytes:
+        """Return them; ``main`` is the dtype that ``workload.dtype`` stands for."""
+        own = dtype_bytes(weight.dtype)
+        stored = own
+        if workload.stored is not None and weight.trainable and weight.dtype == main:
+            stored = dtype_bytes(workload.stored)
+        if workload.reduced is None:
+            return Bytes(stored, stored, stored)
+        computed = dtype_bytes(workload.dtype) if weight.dtype == main else own
+        return Bytes(stored, computed, dtype_bytes(workload.reduced))
+
+
+def share(weight: Weight, degree: int) -> int:
+    """Return the elements of the largest share of a parameter whose rows are cut over ``degree`` ranks."""
+    return -(-weight.rows // degree) * weight.rest
+
+
+def members(units: Sequence[str], parameters: Iterable[Tensor]) -> list[tuple[str, ...]]:
+    """Return the first names of each unit's parameters, in the order of ``units``, ``""`` among them."""
+    found: dict[str, list[str]] = {unit: [] for unit in units}
+    for tensor in parameters:
+        home = tensor.fqn.rpartition(".")[0]
+        while home and home not in found:
+            home = home.rpartition(".")[0]
+        found[home if home in found else ""].append(tensor.fqn)
+    return [tuple(found[unit]) for unit in units]
+
+
+def weights(placed: Placed, units: Sequence[str]) -> dict[str, tuple[Weight, ...]]:
+    """Return every unit's parameters, each once."""
+    parameters = {p.fqn: p for p in placed.chosen.factored.traced.parameters}
+    return {
+        unit: tuple(_weight(placed, parameters[fqn]) for fqn in fqns)
+        for unit, fqns in zip(units, members(units, parameters.values()), strict=True)
+    }
+
+
+def _weight(placed: Placed, tensor: Tensor) -> Weight:
+    division = placed.chosen.divisions.get(tensor.fqn)
+    held = division if division is not None and not division.mixed else None
+    shape = list(tensor.meta.shape)
+    elements = RING(tensor.meta.numel)
+    if held is not None:
+        shape[held.dim] //= placed.chosen.degree
+        elements = elements * U
+    mixed = division is not None and division.mixed
+    partial = tensor.fqn in placed.grad_sums or tensor.fqn in placed.sequence.parameters
+    summed = tensor.trainable and (mixed or partial)
+    rows = shape[0] if shape else 1
+    return Weight(
+        rows,
+        math.prod(shape[1:]),
+        tensor.meta.dtype,
+        tensor.trainable,
+        tensor.meta.numel if summed else 0,
+        elements,
+    )
