@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cluster import Cluster
 from autoshard.errors import InvalidArgument, MeshMismatch
-from autoshard.passes.choose_mesh import CHECKPOINTING
-from autoshard.passes.weights import MOMENTS
-from autoshard.pipeline import Options, run
+from autoshard.options import make_options
+from autoshard.pipeline import run
 from autoshard.plans import Plan
 from autoshard.reading import read_plan
 
@@ -80,22 +78,25 @@ def plan(
     Raises:
         AutoshardError: with what is wrong, where, and what to do.
     """
-    options = Options(
-        world=_world(world),
+    options = make_options(
+        world,
         tp=tp,
         dp_shard=dp_shard,
         dp_replicate=dp_replicate,
-        batch=batch or 1,
-        sequence=sequence or 2048,
+        batch=batch,
+        sequence=sequence,
         dtype=dtype,
-        cluster=_cluster(device, devices_per_node, interconnect, memory),
+        device=device,
+        memory=memory,
+        devices_per_node=devices_per_node,
+        interconnect=interconnect,
         global_batch=global_batch,
-        optimizer=_one_of("optimizer", optimizer, MOMENTS) or "adamw",
-        mixed_precision=_one_of("mixed_precision", mixed_precision, ("bfloat16",)),
-        masters=_one_of("masters", masters, ("float32",)),
-        checkpointing=_one_of("checkpointing", checkpointing, CHECKPOINTING),
+        optimizer=optimizer,
+        mixed_precision=mixed_precision,
+        masters=masters,
+        checkpointing=checkpointing,
         sequence_parallel=sequence_parallel,
-        overrides=overrides or {},
+        overrides=overrides,
         example_inputs=example_inputs,
     )
     made, stages = run(model, options, progress)
@@ -104,27 +105,6 @@ def plan(
 
         dump(Path(dump_dir), made, stages)
     return made
-
-
-def _cluster(
-    device: str | Cluster | None, devices_per_node: int | None, interconnect: str | None, memory: float | None
-) -> Cluster:
-    """Return the cluster that the options describe."""
-    if isinstance(device, Cluster):
-        if (devices_per_node, interconnect, memory) != (None, None, None):
-            raise InvalidArgument(
-                "a cluster says all about its devices",
-                got="device=Cluster(...) with devices_per_node, interconnect or memory",
-                help="change it with dataclasses.replace, or give the name of a device",
-            )
-        return device
-    return Cluster.of(device or "H100-80", devices_per_node, interconnect, memory)
-
-
-def _one_of(name: str, value: Any, allowed: Iterable[str]) -> Any:
-    if value is not None and value not in allowed:
-        raise InvalidArgument(f"no {name} is called {value!r}", got=f"{value!r}; allowed: {', '.join(allowed)}")
-    return value
 
 
 def parallelize(
@@ -250,16 +230,6 @@ def _kind(wanted: Wanted) -> str:
     if not made or len(plain) < len(made):
         return "adamw"
     return "sgd-momentum" if any(group["momentum"] for one in plain for group in one.param_groups) else "sgd"
-
-
-def _world(world: int | None) -> int:
-    if world is not None:
-        return world
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    raise InvalidArgument("the number of ranks is not known", help="pass world=, or run under torchrun")
 
 
 __all__ = ["auto_parallelize", "parallelize", "plan"]

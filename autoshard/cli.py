@@ -65,6 +65,17 @@ def _overrides(_ctx: click.Context, _option: click.Parameter, values: tuple[str,
     return found
 
 
+def _settings(_ctx: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, list[Any]] | None:
+    """Read a ``NAME=A,B,...`` option; values are numbers, but for names of devices."""
+    if value is None:
+        return None
+    name, _, values = value.partition("=")
+    try:
+        return name.replace("-", "_"), [v if name == "device" else int(v) for v in values.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is not NAME=A,B,... with numbers") from error
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="autoshard")
 def main() -> None:
@@ -105,14 +116,33 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--passes", is_flag=True, help="Show each pass, its time and what it found.")
 @click.option("--dump-dir", type=click.Path(file_okay=False), help="Write each stage as text in this folder.")
 @click.option("--fail-under", type=click.FloatRange(0, 1), help="Exit with 1 if a smaller share is cut over tp.")
+@click.option(
+    "--what-if",
+    "settings",
+    callback=_settings,
+    metavar="NAME=A,B,...",
+    help="Show the best mesh for each value of world, batch, sequence, global_batch or device.",
+)
+@click.option("--formula", is_flag=True, help="Write out what a step costs, in batch, sequence and degrees.")
 @_traceback
-def explain(target: str, as_json: bool, passes: bool, fail_under: float | None, **options: Any) -> None:
+def explain(
+    target: str,
+    as_json: bool,
+    passes: bool,
+    fail_under: float | None,
+    settings: tuple[str, list[Any]] | None,
+    formula: bool,
+    **options: Any,
+) -> None:
     """Plan the model that TARGET names, and say why.
 
     TARGET is model.py (with one model in it), model.py:name, package.module:name, or a Hugging Face config.json.
     """
     if as_json and passes:
         raise click.UsageError("--json writes the plan and nothing else: leave out --passes")
+    if settings is not None or formula:
+        _explore(target, settings, formula, **options)
+        return
     plan = _make_plan(target, **options)
     if as_json:
         click.echo(plan.to_json(), nl=False)
@@ -235,6 +265,26 @@ def _make_plan(target: str, **options: Any) -> Plan:
 
         plan: Callable[..., Plan] = api.plan
         return plan(model, progress=say, **_machine(options))
+
+
+def _explore(target: str, settings: tuple[str, list[Any]] | None, formula: bool, **options: Any) -> None:
+    """Show other settings, or the cost written out, in place of the plan."""
+    del options["dump_dir"]
+    with _progress(f"reading {target}") as say:
+        from autoshard.targets import load_model
+
+        model = load_model(target)
+        from autoshard import exploring, report_meshes
+
+        options = _machine(options)
+        parts: list[RenderableType] = []
+        if settings is not None:
+            name, values = settings
+            rows = exploring.what_if(model, name, values, progress=say, **options)
+            parts.append(report_meshes.what_if(name, rows))
+        if formula:
+            parts.append(report_meshes.written_out(exploring.formulas(model, progress=say, **options)))
+    _print(Group(*parts))
 
 
 def _machine(options: dict[str, Any]) -> dict[str, Any]:

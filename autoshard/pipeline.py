@@ -14,7 +14,7 @@ from torch import nn
 from autoshard.cluster import Cluster
 from autoshard.errors import IndivisibleHeads, InvalidArgument, UnknownModule, near
 from autoshard.ir import Traced
-from autoshard.passes.choice import explain_choice
+from autoshard.passes.choice import advise, explain_choice
 from autoshard.passes.choose_mesh import ChooseMesh
 from autoshard.passes.cut import ChooseCuts
 from autoshard.passes.emit import Emit
@@ -25,6 +25,7 @@ from autoshard.passes.listen import draws_in_training
 from autoshard.passes.localise import Localise
 from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.place import Place
+from autoshard.passes.price import Pricing
 from autoshard.passes.pricing import Pricer, main_dtype
 from autoshard.passes.resize import Resize
 from autoshard.passes.sequence import Sequence
@@ -117,7 +118,7 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts)
 
     pricer = Pricer(solver.place, units, workload, options.cluster)
-    choices = clock.run("choose mesh", lambda: meshes.run(pricer, pricer.useful), lambda r: str(r[0].mesh))
+    choices = clock.run("choose mesh", lambda: meshes.run(pricer), lambda r: str(r[0].mesh))
     choice = choices[0]
     mesh, workload = choice.mesh, replace(workload, batch=choice.batch)
     placed = clock.run("cut and place", lambda: solver.place(mesh.tp), _count_cuts)
@@ -128,12 +129,14 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     if options.sequence_parallel:
         whole = placed
         placed = clock.run("sequence", lambda: Sequence(drawing).run(model, whole), _count_stretches)
-    price = pricer.made(placed).run(mesh, workload, choice.checkpointing, choice.reshard)
+    pricing = pricer.made(placed)
+    price = pricing.run(mesh, workload, choice.checkpointing, choice.reshard)
     why = explain_choice(choices, meshes, options.cluster.device.name)
+    help_ = advise(choice, meshes, pricer, workload)
     refused, device = tuple(solver.refusals(mesh.tp)), options.cluster.device.name
-    emit = Emit(price, workload, units, device, why, choices, refused, find(model), drawing)
+    emit = Emit(price, workload, units, device, why, choices, refused, find(model), drawing, help_)
     plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")
-    return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed)
+    return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed, pricer, pricing)
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,8 @@ class Stages:
     traced: Traced
     factored: Factored
     placed: Placed
+    pricer: Pricer
+    pricing: Pricing
 
 
 class _Clock:

@@ -121,7 +121,8 @@ class ModulePlan:
         returns: output path to conversion, or ``refuse``, of what it returns while it is not whole and nobody in the
             trace takes: done where the model itself returns it, and only then.
         sequence: what takes the place of these conversions while the sequence is cut: ``"inputs:"``, ``"outputs:"`` or
-            ``"returns:"`` and a path, to conversion; ``""`` for none. See ``Plan.sequence``.
+            ``"returns:"`` and a path, to conversion; ``""`` for none; ``"takes:"`` is as ``"returns:"``, of an argument.
+            See ``Plan.sequence``.
     """
 
     style: str
@@ -219,6 +220,7 @@ class MeshChoice:
         batch: sequences per data rank.
         step_seconds: of one forward, backward and optimizer step.
         tokens_per_second: of each device.
+        max_batch: the most sequences of a data rank that would fit; None where that was not worked out.
     """
 
     mesh: Mesh
@@ -230,6 +232,7 @@ class MeshChoice:
     batch: int = 1
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
+    max_batch: int | None = None
 
 
 @dataclass(frozen=True)

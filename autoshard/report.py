@@ -11,12 +11,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.layout import bullets, columns, name_cell, reasoned, section, to_text
-from autoshard.plans import AXES, Plan
+from autoshard.plans import Plan
+from autoshard.report_meshes import meshes
 from autoshard.report_modules import modules
 from autoshard.words import counted, fold_names, human_bytes, percent
 
 _NAMES_SHOWN = 5
-_MESHES_SHOWN = 8
 
 
 def render(plan: Plan) -> RenderableType:
@@ -30,7 +30,7 @@ def render(plan: Plan) -> RenderableType:
         *_units(plan),
         *_memory(plan),
         *_collectives(plan),
-        *_meshes(plan),
+        *meshes(plan),
         *_notes(plan),
     )
 
@@ -151,25 +151,6 @@ def _collectives(plan: Plan) -> Iterator[RenderableType]:
         title = ("axis", "op", "count", "bytes", "of")
         header = [Text(word, style="dim") for word in title]
         yield section("Collectives per step", columns([header, *rows], "llrrl"))
-
-
-def _meshes(plan: Plan) -> Iterator[RenderableType]:
-    """The meshes that were priced, the chosen one first."""
-    if not plan.meshes:
-        return
-    title = ("", *(axis.removeprefix("dp_").removesuffix("licate") for axis in AXES), "bytes", "recompute", "tokens/s", "time goes to")
-    rows: list[tuple[RenderableType | str, ...]] = [tuple(Text(word, style="dim") for word in title)]
-    for choice in plan.meshes[:_MESHES_SHOWN]:
-        degrees = [str(getattr(choice.mesh, axis)) for axis in AXES]
-        size = human_bytes(choice.total_bytes) if choice.total_bytes else ""
-        speed = f"{choice.tokens_per_second:,.0f}" if choice.total_bytes else ""
-        mark = "*" if choice.mesh == plan.mesh else ""
-        rows.append((mark, *degrees, size, choice.checkpointing, speed, choice.verdict))
-    hidden = len(plan.meshes) - _MESHES_SHOWN
-    if hidden > 0:
-        rows.append(("", "", "", "", "", "", "", f"({hidden} more: see --json)"))
-    where = f" of {plan.device}" if plan.device else ""
-    yield section(f"Meshes (* chosen; bytes of a rank, tokens a second{where})", columns(rows, "lrrrrlrl"))
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:

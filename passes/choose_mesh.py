@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from autoshard.cost import MARGIN
 from autoshard.errors import MeshMismatch
@@ -36,6 +37,19 @@ class Asked:
     batch: int
     checkpointing: str
     reshard: bool
+
+
+class Prices(Protocol):
+    """What prices the meshes of one model."""
+
+    def price(self, asked: Asked) -> Price:
+        """Return what a mesh and way to train needs and takes."""
+
+    def useful(self, tp: int) -> bool:
+        """Whether anything can be cut over a tp degree."""
+
+    def max_batch(self, asked: Asked, budget: int) -> int:
+        """Return the most sequences of a data rank that fit a number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,11 @@ class ChooseMesh:
         """Bytes of a device that a plan may fill."""
         return int(self.memory_bytes * MARGIN)
 
-    def run(self, price: Callable[[Asked], Price], useful: Callable[[int], bool]) -> tuple[MeshChoice, ...]:
+    def run(self, prices: Prices) -> tuple[MeshChoice, ...]:
         """Return every mesh that was looked at, the chosen one first, then by tokens a second.
 
         Args:
-            price: what a mesh and way to train needs and takes.
-            useful: whether anything can be cut over a tp degree.
+            prices: what a mesh and way to train needs and takes.
 
         Raises:
             MeshMismatch: the pinned degrees do not multiply to the world, or no mesh can take the global batch.
@@ -87,10 +100,10 @@ class ChooseMesh:
         meshes = self.candidates()
         near = [m for m in meshes if m.tp <= self.devices_per_node]
         far = [m for m in meshes if m.tp > self.devices_per_node]
-        choices = [self._choice(mesh, price, useful) for mesh in near]
+        choices = [self._choice(mesh, prices) for mesh in near]
         if far and not any(c.fits for c in choices):
             # beyond a node tensor parallelism only ever helps what fits in no other way
-            choices += [self._choice(mesh, price, useful) for mesh in far]
+            choices += [self._choice(mesh, prices) for mesh in far]
         priced = [c for c in choices if c.total_bytes]
         if not priced:
             raise self._no_batch()
@@ -109,17 +122,21 @@ class ChooseMesh:
                     found.append(mesh)
         return found
 
-    def _choice(self, mesh: Mesh, price: Callable[[Asked], Price], useful: Callable[[int], bool]) -> MeshChoice:
-        if mesh.tp > 1 and self.tp is None and not useful(mesh.tp):
+    def _choice(self, mesh: Mesh, prices: Prices) -> MeshChoice:
+        if mesh.tp > 1 and self.tp is None and not prices.useful(mesh.tp):
             return MeshChoice(mesh, 0, f"nothing can be cut over tp={mesh.tp}")
         batch, why = self._batch(mesh)
         if batch == 0:
             return MeshChoice(mesh, 0, why)
-        best = self._way(lambda *way: price(Asked(mesh, batch, *way)), mesh)
+        best = self._way(lambda *way: prices.price(Asked(mesh, batch, *way)), mesh)
         fits = best.peak <= self.budget
         verdict = _where_time_goes(best) if fits else f"does not fit {human_bytes(self.budget)}"
         tokens = batch * self.sequence * mesh.data / best.step / self.world
-        return MeshChoice(mesh, best.peak, verdict, fits, best.checkpointing, best.reshard, batch, best.step, tokens)
+        way = Asked(mesh, batch, best.checkpointing, best.reshard)
+        return MeshChoice(
+            mesh, best.peak, verdict, fits, way.checkpointing, way.reshard, batch, best.step, tokens,
+            prices.max_batch(way, self.budget),
+        )  # fmt: skip
 
     def _way(self, price: Callable[[str, bool], Price], mesh: Mesh) -> Price:
         """Return the price of the fastest way to train on a mesh that fits; of the smallest where none does."""

@@ -50,6 +50,7 @@ class Emit:
         refused: what was sent back.
         replacements: modules of torch that are replaced.
         in_training: what draws random numbers in training only.
+        advice: what would help where nothing fits.
     """
 
     price: Price
@@ -61,6 +62,7 @@ class Emit:
     refused: tuple[Refusal, ...] = field(default=())
     replacements: tuple[Replacement, ...] = ()
     in_training: Mapping[str, int] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
@@ -96,7 +98,7 @@ class Emit:
             why_mesh=self.why_mesh,
             meshes=self.meshes,
             assumptions=assumptions(placed),
-            warnings=warnings(placed, draws),
+            warnings=(*self.advice, *warnings(placed, draws)),
             refused=refused,
             replacements=replaced(self.replacements, modules),
             sequence=placed.sequence.arguments,

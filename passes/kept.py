@@ -215,11 +215,8 @@ class _Run:
         query, _, value, mask = given
         *outer, rows, _ = query.shape
         # the kernels lay rows out before heads, so that joining the heads again copies nothing
-        result = (
-            query.new_empty((*outer[:-1], rows, *outer[-1:], value.shape[-1])).transpose(-3, -2)
-            if outer
-            else (query.new_empty((rows, value.shape[-1])))
-        )
+        shape = (*outer[:-1], rows, *outer[-1:], value.shape[-1])
+        result: Tensor = query.new_empty(shape).transpose(-3, -2) if outer else query.new_empty(shape)
         if any(isinstance(t, Tensor) and t.requires_grad for t in given) and torch.is_grad_enabled():
             result.requires_grad_()
             self.packed += [t for t in given if isinstance(t, Tensor) and t.dtype.is_floating_point]

@@ -5,6 +5,7 @@ Reads the profile, the collectives and the cluster. Decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Pricing:
     """What pricing needs to know of one tp degree.
 
     Attributes:
+        tp: the degree.
         profile: what a step costs there.
         sent: what conversions send.
         buffers: bytes of buffers on one rank.
@@ -62,6 +64,7 @@ class Pricing:
         cluster: the devices.
     """
 
+    tp: int
     profile: Profile
     sent: tuple[Sent, ...]
     buffers: int
@@ -128,6 +131,25 @@ class Pricing:
             self._seconds(units, sent, mesh, workload, checkpointing),
             sent,
         )
+
+    def max_batch(self, mesh: Mesh, workload: Workload, checkpointing: str, reshard: bool, budget: int) -> int:
+        """Return the most sequences of a data rank that fit ``budget`` bytes; 0 where not even one does.
+
+        Every moment of equation 8 is linear in B, so that two values of each give the B at which it meets the budget.
+        """
+        units = [self.units(mesh, workload, batch) for batch in (1, 2)]
+        values = [
+            [size for _, size in cost.moments(u, self.logits(mesh, workload, b), checkpointing, mesh.dp_shard, reshard)]
+            for b, u in enumerate(units, 1)
+        ]
+        room = budget - self.buffers - cost.state_bytes(units[0], mesh.dp_shard)
+        most = math.inf
+        for one, two in zip(*values, strict=True):
+            if one > room:
+                return 0
+            if two > one:
+                most = min(most, 1 + (room - one) / (two - one))
+        return int(most) if most < math.inf else workload.batch
 
     def _memory(
         self, units: Sequence[cost.Unit], logits: Any, mesh: Mesh, checkpointing: str, reshard: bool

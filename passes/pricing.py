@@ -34,10 +34,19 @@ class Pricer:
     cluster: Cluster
     _known: dict[int, Pricing] = field(default_factory=dict, compare=False, repr=False)
 
-    def __call__(self, asked: Asked) -> Price:
+    def price(self, asked: Asked) -> Price:
         """Return the price of a mesh and way to train."""
         workload = replace(self.workload, batch=asked.batch)
         return self.of(asked.mesh.tp).run(asked.mesh, workload, asked.checkpointing, asked.reshard)
+
+    def max_batch(self, asked: Asked, budget: int) -> int:
+        """Return the most sequences of a data rank that fit a number of bytes."""
+        pricing = self.of(asked.mesh.tp)
+        return pricing.max_batch(asked.mesh, self.workload, asked.checkpointing, asked.reshard, budget)
+
+    def under(self, workload: Workload, cluster: Cluster) -> Pricer:
+        """Return what prices the same model under another workload or on other devices."""
+        return Pricer(self.place, self.units, workload, cluster)
 
     def useful(self, tp: int) -> bool:
         """Whether anything can be cut over a degree."""
@@ -55,7 +64,7 @@ class Pricer:
         main = main_dtype(traced)
         found = profile(placed, self.units, blocks(traced, self.units), self.workload)
         sent = activations(placed, found, main, self.workload)
-        return Pricing(found, sent, _buffer_bytes(placed), main, self.cluster)
+        return Pricing(placed.chosen.degree, found, sent, _buffer_bytes(placed), main, self.cluster)
 
 
 def blocks(traced: Traced, units: tuple[str, ...]) -> frozenset[str]:

@@ -236,10 +236,11 @@ class _Walk:
 
     def _like(self, op: Op, shape: tuple[int, ...]) -> PolyElement:
         """Return the elements of a tensor made inside an op, whose dims are some of an operand's or of the result's."""
-        for value in dict.fromkeys([op.name, *op.refs()]):
-            layout = self._layout(value)
-            if layout is None:
-                continue
+        known = [(v, layout) for v in dict.fromkeys([op.name, *op.refs()]) if (layout := self._layout(v)) is not None]
+        for value, layout in known:
+            if math.prod(layout.shape) == math.prod(shape):
+                return self.extents.numel(value)  # a copy, its dims in another order or joined
+        for value, layout in known:
             found = _some_of(shape, zip(layout.shape, self.extents.dims(value), strict=False))
             if found is not None:
                 return found
