@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,15 +150,18 @@ def parallelize(
     from autoshard.optim.forgotten import remember, warn_forgotten
     from autoshard.optim.made import make_all, split
 
+    training = Training(mixed_precision, offload, checkpointing or "none", compile, compile_backend, masters)
     ensure_process_group(offload)
     made = read_plan(plan)
-    work = made.workload
-    if mixed_precision is None and masters is None and work.reduced is not None:
-        mixed_precision = work.dtype if work.stored is None else None
-        masters = torch.float32 if work.stored is not None else None
-    training = Training(
-        mixed_precision, offload, checkpointing or made.checkpointing, compile, compile_backend, masters
-    )
+    if checkpointing is None:
+        training = replace(training, checkpointing=made.checkpointing)
+    if mixed_precision is None and masters is None and made.workload.reduced is not None:
+        own = made.workload.stored is None
+        training = replace(
+            training,
+            mixed_precision=made.workload.dtype if own else None,
+            masters=None if own else getattr(torch, made.workload.stored or ""),
+        )
     with Unanimous(made):
         if made.mesh.world != dist.get_world_size():
             raise MeshMismatch(

@@ -254,4 +254,6 @@ def step_seconds(compute: Any, tp: Any, data: Any, ends: Any, optimizer: Any, ov
 
 def largest(values: Sequence[Any]) -> Any:
     """Return the largest of numbers, or sympy's ``Max`` of expressions."""
-    return sympy.Max(*values, evaluate=False) if any(isinstance(value, sympy.Basic) for value in values) else max(values)
+    return (
+        sympy.Max(*values, evaluate=False) if any(isinstance(value, sympy.Basic) for value in values) else max(values)
+    )

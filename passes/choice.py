@@ -47,9 +47,15 @@ def advise(best: MeshChoice, meshes: ChooseMesh, prices: Prices, workload: Workl
         found.append(f"{world.mesh.world} devices would do: {world.mesh}, {human_bytes(world.total_bytes)} a rank")
     held = prices.price(way).memory
     if best.checkpointing != CHECKPOINTING[-1]:
-        found.append("checkpointing=\"full\" keeps less for backward")
+        found.append('checkpointing="full" keeps less for backward')
     if held["optimizer"] and best.total_bytes - held["optimizer"] <= meshes.budget:
-        found.append(f"an optimizer without state would fit: {workload.optimizer} keeps {human_bytes(held['optimizer'])}")
+        found.append(
+            f"an optimizer without state would fit: {workload.optimizer} keeps {human_bytes(held['optimizer'])}"
+        )
+    if best.total_bytes - held["loss"] <= meshes.budget:
+        found.append(
+            f"a loss that is computed in chunks of the sequence would fit: it takes {human_bytes(held['loss'])}"
+        )
     host = sum(held[kind] for kind in ("parameters", "gradients", "optimizer"))
     if best.total_bytes - host <= meshes.budget:
         found.append(f"offload=True keeps {human_bytes(host)} on the host between uses")

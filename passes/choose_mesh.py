@@ -130,7 +130,7 @@ class ChooseMesh:
             return MeshChoice(mesh, 0, why)
         best = self._way(lambda *way: prices.price(Asked(mesh, batch, *way)), mesh)
         fits = best.peak <= self.budget
-        verdict = _where_time_goes(best) if fits else f"does not fit {human_bytes(self.budget)}"
+        verdict = _where_time_goes(best) if fits else f"over {human_bytes(self.budget)}"
         tokens = batch * self.sequence * mesh.data / best.step / self.world
         way = Asked(mesh, batch, best.checkpointing, best.reshard)
         return MeshChoice(

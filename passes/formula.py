@@ -131,4 +131,3 @@ def _unit(unit: UnitProfile, workload: Workload, main: str) -> cost.Unit:
         moved=value(unit.moved),
         launches=unit.launches,
     )
-

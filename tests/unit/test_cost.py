@@ -160,7 +160,9 @@ def test_every_mesh_is_looked_at_and_multiplies_to_the_world() -> None:
     for world in (1, 6, 8, 12):
         choices = ChooseMesh(world, batch=2, sequence=7).run(pricer())
         shapes = {(c.mesh.dp_replicate, c.mesh.dp_shard, c.mesh.tp) for c in choices}
-        near = [x for x in itertools.product(range(1, world + 1), repeat=3) if x[0] * x[1] * x[2] == world and x[2] <= 8]
+        near = [
+            x for x in itertools.product(range(1, world + 1), repeat=3) if x[0] * x[1] * x[2] == world and x[2] <= 8
+        ]
         assert shapes == set(near)
         assert all(c.mesh.world == world for c in choices)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from models import build
+from simulate import fake_world
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.errors import InvalidArgument
-from autoshard.executor.recompute import recompute
+from autoshard.executor.recompute import Recomputed, recompute
 from autoshard.executor.training import Training, blocks
 from autoshard.plans import Coverage, Mesh, Plan, Unit
 
@@ -98,3 +103,20 @@ def test_clipping_by_value_of_plain_gradients() -> None:
     autoshard.clip_grad_value_(parameters[0], 1.0)
     assert parameters[0].grad.tolist() == [-1.0, 0.5, 1.0]
     assert parameters[1].grad is None
+
+
+def test_what_the_plan_chose_is_applied() -> None:
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    model = build("decoder", torch.float32)
+    plan = replace(autoshard.plan(model, world=4, tp=2, example_inputs=(ids,)), checkpointing="full", reshard=False)
+    with fake_world(4):
+        autoshard.parallelize(model, Plan.from_dict(plan.to_dict()))
+        assert all(
+            isinstance(block.__dict__["forward"], Recomputed) for block in model.get_submodule("blocks").children()
+        )
+        model(ids)
+        block = model.get_submodule("blocks.0")
+        assert isinstance(block, FSDPModule)
+        # it was not freed: its parameters are those of a tp rank, not of a data rank as well
+        held = [p for p in block.parameters() if isinstance(p, DTensor)]
+        assert {p.device_mesh.mesh_dim_names for p in held} == {("tp",)}
