@@ -46,18 +46,20 @@ def too_small(index: Occurrences, leaves: frozenset[Factor], touched: Iterable[s
     return f"it is small: {products / moved:.0f} products for each element moved, below the {BREAK_EVEN:.0f} that pay"
 
 
-def _traffic(index: Occurrences, leaves: frozenset[Factor], touched: set[str]) -> tuple[float, int]:
+def _traffic(index: Occurrences, leaves: frozenset[Factor], touched: set[str]) -> tuple[int, int]:
     """Return the multiply-adds of the matmuls that are cut, and the elements of the values that enter and leave."""
-    products = 0.0
+    products = 0
     moved = 0
     entering: dict[str, int] = {}
-    for name, op in index.ops.items():
+    over = {name for leaf in leaves for name, _, kind in index.contracted.get(leaf, ()) if kind == "matmul"}
+    for name in over | touched:
+        op = index.ops.get(name)
+        if op is None:
+            continue
         kinds = [(factor, kind) for factor, kind in index.contracting.get(name, ()) if kind == "matmul"]
         if not kinds or not isinstance(op.result, Meta):
             continue
         summed = any(count(factor, leaves) for factor, _ in kinds)
-        if not summed and name not in touched:
-            continue
         products += op.result.numel * math.prod(factor.size for factor, _ in kinds)
         if summed:
             moved += op.result.numel
