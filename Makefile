@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint type unit golden zoo parity clean
+.PHONY: demo test lint type unit golden zoo parity meshes clean
 
 demo: $(VENV)/stamp
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,10 @@ zoo: $(VENV)/stamp
 # plan and prove well-known architectures at tp=2 and tp=4: some minutes; a broken run goes on where it stopped
 parity: $(VENV)/stamp
 	$(BIN)/python benchmarks/parity.py --write
+
+# choose a mesh for every published configuration: some minutes; a broken run goes on where it stopped
+meshes: $(VENV)/stamp
+	$(BIN)/python benchmarks/published.py --write
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autoshard.cluster import Cluster
-from autoshard.errors import InvalidArgument, MeshMismatch
+from autoshard.errors import MeshMismatch
 from autoshard.options import make_options
 from autoshard.pipeline import run
 from autoshard.plans import Plan

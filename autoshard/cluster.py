@@ -12,7 +12,7 @@ A file names a device and overrides what differs, or describes one that has no n
                                        memory_bandwidth = 2e11
                                        flops = { float32 = 3.5e12, bfloat16 = 7e12 }
 
-The keys beside ``device`` are the fields of ``Cluster``; with a table they are all needed.
+The keys beside ``device`` are the fields of ``Cluster``; with a table all numbers are needed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from autoshard.errors import InvalidArgument, near
 
 _LINK_LATENCY = {"NVLink": 3.4e-6, "xGMI": 3.4e-6, "PCIe": 5.7e-6, "UPI": 50e-6}
 _NETWORK_LATENCY = 14e-6
+#: links that the cores drive which compute
+_ON_CORES = frozenset({"UPI", "gloo"})
 
 _COUNTS = frozenset({"devices_per_node", "memory_bytes"})
 _BESIDE = ("devices_per_node", "link_bandwidth", "network_bandwidth", "link_latency", "network_latency")
+_FLAGS = ("overlaps", "sustained")
 _OF_DEVICE = ("name", "memory_bytes", "memory_bandwidth", "flops")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
 
@@ -50,6 +53,8 @@ class Cluster:
         network_bandwidth: bytes/s one way per device, between nodes.
         link_latency: seconds per hop of a ring inside a node.
         network_latency: seconds per hop of a ring between nodes.
+        overlaps: whether collectives run beside compute; not so where the same cores do both.
+        sustained: whether rates are what programs were seen to reach, not a data sheet's.
     """
 
     device: Device
@@ -58,6 +63,8 @@ class Cluster:
     network_bandwidth: float
     link_latency: float
     network_latency: float
+    overlaps: bool = True
+    sustained: bool = False
 
     @staticmethod
     def of(
@@ -89,6 +96,7 @@ class Cluster:
             found.network_bandwidth if interconnect is None else bytes_per_second(interconnect, per_node),
             _LINK_LATENCY.get(found.link, _LINK_LATENCY["PCIe"]),
             _NETWORK_LATENCY,
+            overlaps=found.link not in _ON_CORES,
         )
 
     @staticmethod
@@ -109,6 +117,7 @@ class Cluster:
     def to_toml(self) -> str:
         """Return the text that ``load`` reads: the device in full, so that it means the same in a later version."""
         lines = [f"{name} = {getattr(self, name)!r}" for name in _BESIDE]
+        lines += [f"{name} = {str(getattr(self, name)).lower()}" for name in _FLAGS]
         device = self.device
         lines += ["", "[device]", f"name = {_quoted(device.name)}", f"memory_bytes = {device.memory_bytes}"]
         lines += [f"memory_bandwidth = {device.memory_bandwidth!r}", "", "[device.flops]"]
@@ -139,11 +148,12 @@ def bytes_per_second(text: str, devices_per_node: int) -> float:
 
 
 def _read(data: Mapping[str, Any], path: str) -> Cluster:
-    _known(data, ("device", *_BESIDE), path)
+    _known(data, ("device", *_BESIDE, *_FLAGS), path)
+    flags = {key: _flag(key, data[key], path) for key in _FLAGS if key in data}
     kind = data.get("device")
     if isinstance(kind, str):
-        cluster = Cluster.of(kind)
-        return replace(cluster, **{key: _number(key, data[key], path) for key in data if key != "device"})
+        changed: dict[str, Any] = flags | {key: _number(key, data[key], path) for key in _BESIDE if key in data}
+        return replace(Cluster.of(kind), **changed)
     if not isinstance(kind, Mapping):
         raise InvalidArgument(
             "a cluster needs a device",
@@ -151,7 +161,7 @@ def _read(data: Mapping[str, Any], path: str) -> Cluster:
             got=f"device = {kind!r}; allowed: a name such as 'H100-80', or a table with {', '.join(_OF_DEVICE)}",
         )
     beside = {key: _number(key, _needed(data, key, path), path) for key in _BESIDE}
-    return Cluster(_device(kind, beside, path), **beside)
+    return Cluster(_device(kind, beside, path), **beside, **flags)
 
 
 def _device(data: Mapping[str, Any], beside: Mapping[str, Any], path: str) -> Device:
@@ -206,6 +216,12 @@ def _number(key: str, value: Any, at: str) -> Any:
 def _count(key: str, value: Any, at: str | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgument(f"{key} is {value!r}", at=at, got=f"{key}={value!r}; allowed: a whole number from 1 up")
+    return value
+
+
+def _flag(key: str, value: Any, at: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{key} is {value!r}", at=at, got=f"{key}={value!r}; allowed: true or false")
     return value
 
 

@@ -13,10 +13,10 @@ Symbols. Bytes, seconds, elements; all of one rank.
     y          bytes backward of u needs at its worst moment beside those that are kept
     v          elements of the logits, where the loss is computed outside of the model
     f, m, l    FLOPs of matmuls and attention, bytes moved, kernels, in one forward of u
-    F, M       sustained FLOP/s and bytes/s of the device
+    F, M       FLOP/s and bytes/s that the device sustains: ``MATMUL`` and ``MEMORY`` of its data sheet's
     n, b       ranks and payload bytes of a collective: the input of an all-reduce or reduce-scatter, or the output of
                an all-gather
-    N          devices of a node
+    N          devices of a node; link and network: bytes/s one way of a device, ``NETWORK`` of the data sheet's
 
 Memory.
 
@@ -212,29 +212,29 @@ def ring_seconds(op: str, payload: Any, count: Any, n: Any, speed: Any, latency:
 def bandwidth(n: int, apart: int, node: int, link: float, network: float) -> tuple[float, bool]:
     """Equation 11: bytes/s of an axis of n ranks that lie ``apart`` ranks apart, and whether it stays in a node."""
     if n * apart <= node:
-        return NETWORK * link, True
-    return NETWORK * min(link, max(1.0, node / apart) * network), False
+        return link, True
+    return min(link, max(1.0, node / apart) * network), False
 
 
-def forward_seconds(flops: Any, moved: Any, launches: Any, peak: Any, memory: Any) -> Any:
-    """Equation 12: seconds of one forward. ``peak`` is in FLOP/s, ``memory`` in bytes/s, both of the data sheet."""
-    return largest([flops / (MATMUL * peak) + moved / (MEMORY * memory), launches * LAUNCH])
+def forward_seconds(flops: Any, moved: Any, launches: Any, rate: Any, memory: Any) -> Any:
+    """Equation 12: seconds of one forward. ``rate`` is F in FLOP/s, ``memory`` is M in bytes/s."""
+    return largest([flops / rate + moved / memory, launches * LAUNCH])
 
 
-def compute_seconds(units: Sequence[Unit], checkpointing: str, peak: Any, memory: Any) -> Any:
+def compute_seconds(units: Sequence[Unit], checkpointing: str, rate: Any, memory: Any) -> Any:
     """Equation 13: seconds of forward, backward and what is run again."""
     total: Any = 0
     for unit in units:
-        total += 3 * forward_seconds(unit.flops, unit.moved, unit.launches, peak, memory)
+        total += 3 * forward_seconds(unit.flops, unit.moved, unit.launches, rate, memory)
         if unit.block and checkpointing != "none":
             again = unit.flops if checkpointing == "full" else 0
-            total += forward_seconds(again, unit.moved, unit.launches, peak, memory)
+            total += forward_seconds(again, unit.moved, unit.launches, rate, memory)
     return total
 
 
 def optimizer_seconds(units: Sequence[Unit], s: Any, memory: Any) -> Any:
     """Equation 14: seconds of the optimizer's step, which reads and writes the state once."""
-    return (2 * state_bytes(units, s) + gradient_bytes(units, s)) / (MEMORY * memory)
+    return (2 * state_bytes(units, s) + gradient_bytes(units, s)) / memory
 
 
 def step_seconds(compute: Any, tp: Any, data: Any, ends: Any, optimizer: Any, overlaps: bool) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from autoshard.rewrite.sites import is_called_by_users
 from autoshard.rewrite.source import definition
 
-_DOES = ("CALL", "BINARY", "UNARY", "STORE", "RETURN", "COMPARE", "FOR_ITER", "YIELD", "DELETE")
+_DOES = ("CALL", "BINARY", "UNARY", "STORE", "RETURN_VALUE", "RETURN_CONST", "COMPARE", "FOR_ITER", "YIELD", "DELETE")
 _Place = tuple[int, int, int, int]
 
 

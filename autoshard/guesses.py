@@ -46,27 +46,62 @@ def _nobody(place: tuple[CodeType, int] | None, answer: float) -> None:
     """Tell nobody."""
 
 
+class _Run:
+    """The answers of one run of a module's code."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers = answers
+        self._times: Counter[Any] = Counter()
+        self._heard = iter(answers.heard)
+
+    def number(self, place: Any) -> Any:
+        """Return the next number for an instruction."""
+        if self.answers.heard:
+            return self._next()
+        self._times[place] += 1
+        if sum(self._times.values()) > _READS:
+            raise RuntimeError("the code asks for values without end")
+        return self.answers.numbers[(self._times[place] - 1) % len(self.answers.numbers)]
+
+    def rows(self) -> int:
+        """Return how many of what is looked for are found."""
+        return int(self._next()) if self.answers.heard else len(self.answers.numbers)
+
+    def _next(self) -> Any:
+        for heard in self._heard:
+            return heard
+        raise RuntimeError("the code asks for more values than it did before")
+
+
 class Guesses(TorchFunctionMode):
-    """Answers questions for values.
+    """Answers questions for values between ``begin`` and ``end``; outside it does nothing.
 
     Args:
-        answers: the answers.
         ask: told of the place of each question, and the answer.
 
     Attributes:
         read: the identities of all tensors that were operands.
     """
 
-    def __init__(self, answers: Answers, ask: Callable[[tuple[CodeType, int] | None, float], None] = _nobody) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.answers, self.ask = answers, ask
+    def __init__(self, ask: Callable[[tuple[CodeType, int] | None, float], None] = _nobody) -> None:
+        super().__init__()
+        self.ask = ask
         self.read: set[int] = set()
-        self._times: Counter[Any] = Counter()
-        self._heard = iter(answers.heard)
+        self._runs: list[_Run] = []
+
+    def begin(self, answers: Answers) -> None:
+        """Answer with ``answers``: a module's code begins."""
+        self._runs.append(_Run(answers))
+
+    def end(self) -> None:
+        """Answer as before: the code ends."""
+        self._runs.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a question; run everything else, and note which instruction of the user's code made the result."""
         kwargs = kwargs or {}
+        if not self._runs:
+            return function(*args, **kwargs)
         self.read.update(id(t) for _, t in tensors((args, kwargs)))
         place = users_place()
         if function in _NUMBERS:
@@ -85,13 +120,7 @@ class Guesses(TorchFunctionMode):
     def answer(self, tensor: Tensor, place: Any = None) -> Any:
         """Return the number of a tensor of one element, which an instruction of the user's asks for."""
         place = place or users_place()
-        if self.answers.heard:
-            number = self._next()
-        else:
-            self._times[place] += 1
-            if sum(self._times.values()) > _READS:
-                raise RuntimeError("the code asks for values without end")
-            number = self.answers.numbers[(self._times[place] - 1) % len(self.answers.numbers)]
+        number = self._runs[-1].number(place)
         number = bool(number) if tensor.dtype is torch.bool else number
         number = float(number) if tensor.dtype.is_floating_point else number
         self.ask(place, number)
@@ -102,14 +131,9 @@ class Guesses(TorchFunctionMode):
             return self.answer(tensor, place)
         return [self._list(one, place) for one in tensor.unbind()]
 
-    def _next(self) -> Any:
-        for heard in self._heard:
-            return heard
-        raise RuntimeError("the code asks for more values than it did before")
-
     def found(self, taken: Tensor, *more: int, columns: int = 1) -> list[Tensor]:
         """Return numbers that some code found in ``taken``: as many tensors (rows, *more), int64, as columns."""
-        rows = self._next() if self.answers.heard else len(self.answers.numbers)
+        rows = self._runs[-1].rows()
         self.ask(None, rows)
         layout = ";".join([f"int64:{','.join(map(str, (rows, *more)))}"] * columns)
         return list(torch.ops.autoshard.opaque([taken], layout, "", _WHY))
@@ -234,7 +258,8 @@ class _Tried:
     def __init__(self, module: nn.Module, answers: Answers, args: Any, kwargs: Any) -> None:
         self.instructions, self.all, self.held = 0, False, set[int]()
         coverage = Coverage()
-        guesses = Guesses(answers, coverage.ask)
+        guesses = Guesses(coverage.ask)
+        guesses.begin(answers)
         forward = module.forward
         try:
             with guesses, coverage:

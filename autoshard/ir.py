@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -91,7 +92,11 @@ class Op:
 
     def refs(self) -> list[str]:
         """Return the names of the values it reads, in order, with repeats."""
-        return list(references(self.arguments))
+        return self._refs
+
+    @cached_property
+    def _refs(self) -> list[str]:
+        return references(self.arguments)
 
 
 def references(value: Any) -> list[str]:

@@ -26,13 +26,14 @@ from autoshard.passes.localise import Localise
 from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.place import Place
 from autoshard.passes.price import Pricing
-from autoshard.passes.pricing import Pricer, main_dtype
+from autoshard.passes.pricing import Pricer
 from autoshard.passes.resize import Resize
 from autoshard.passes.sequence import Sequence
 from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
+from autoshard.passes.weights import main_dtype
 from autoshard.passes.wrap import Wrap
-from autoshard.plans import PassTime, Plan, Refusal, Workload
+from autoshard.plans import MeshChoice, PassTime, Plan, Refusal, Workload
 from autoshard.replace import find
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Options:
             self.sequence,
             self.checkpointing,
             self.reshard,
+            self.sequence_parallel,
         )
 
     def workload(self, traced: Traced) -> Workload:
@@ -117,26 +119,45 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     texts = cache(lambda: find_texts(model, traced))
     solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts)
 
-    pricer = Pricer(solver.place, units, workload, options.cluster)
+    drawing = cache(lambda: draws_in_training(model, traced))
+    pricer = Pricer(solver.place, lambda placed: Sequence(drawing()).hope(placed), units, workload, options.cluster)
     choices = clock.run("choose mesh", lambda: meshes.run(pricer), lambda r: str(r[0].mesh))
+    placed = _settle(model, solver, choices[0], drawing, clock, traced.inputs)
+    if choices[0].sequence_parallel and not placed.sequence.dims and options.sequence_parallel is None:
+        # the code follows no cut of the sequence: without that hope another mesh may be better
+        meshes = replace(meshes, sequence_parallel=False)
+        choices = clock.run("choose mesh", lambda: meshes.run(pricer), lambda r: str(r[0].mesh))
+        placed = _settle(model, solver, choices[0], drawing, clock, traced.inputs)
     choice = choices[0]
     mesh, workload = choice.mesh, replace(workload, batch=choice.batch)
-    placed = clock.run("cut and place", lambda: solver.place(mesh.tp), _count_cuts)
-    placed = clock.run("localise", lambda: solver.localise(model, mesh.tp, traced.inputs), _count_cuts)
     if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
-    drawing = draws_in_training(model, traced) if placed.chosen.cuts else {}
-    if options.sequence_parallel:
-        whole = placed
-        placed = clock.run("sequence", lambda: Sequence(drawing).run(model, whole), _count_stretches)
     pricing = pricer.made(placed)
     price = pricing.run(mesh, workload, choice.checkpointing, choice.reshard)
     why = explain_choice(choices, meshes, options.cluster.device.name)
     help_ = advise(choice, meshes, pricer, workload)
     refused, device = tuple(solver.refusals(mesh.tp)), options.cluster.device.name
-    emit = Emit(price, workload, units, device, why, choices, refused, find(model), drawing, help_)
+    draws = drawing() if placed.chosen.cuts else {}
+    emit = Emit(price, workload, units, device, why, choices, refused, find(model), draws, help_)
     plan = clock.run("emit", lambda: emit.run(placed), lambda p: f"{len(p.modules)} module patterns")
     return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed, pricer, pricing)
+
+
+def _settle(
+    model: nn.Module,
+    solver: _Solver,
+    choice: MeshChoice,
+    drawing: Callable[[], Mapping[str, int]],
+    clock: _Clock,
+    given: Any,
+) -> Placed:
+    """Return the placed cuts of a mesh that the user's code follows."""
+    tp = choice.mesh.tp
+    clock.run("cut and place", lambda: solver.place(tp), _count_cuts)
+    placed = clock.run("localise", lambda: solver.localise(model, tp, given), _count_cuts)
+    if not choice.sequence_parallel:
+        return placed
+    return clock.run("sequence", lambda: Sequence(drawing()).run(model, placed), _count_stretches)
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,12 @@ class ModulePlan:
             lead into objects that it holds, of which it gets its own copies.
         rewrites: arguments in its code that are written otherwise for this module, for the same.
         draws: ``per_rank`` where its forward draws random numbers for a rank's share, which must differ over tp;
-            ``sequence`` where it does so only while the sequence is cut; ``shared`` where it runs inside such a module and draws for whole values; None where nothing is to be done.
+            ``sequence`` where it does so only while the sequence is cut; ``shared`` where it runs inside such a module
+            and draws for whole values; None where nothing is to be done.
         returns: output path to conversion, or ``refuse``, of what it returns while it is not whole and nobody in the
             trace takes: done where the model itself returns it, and only then.
         sequence: what takes the place of these conversions while the sequence is cut: ``"inputs:"``, ``"outputs:"`` or
-            ``"returns:"`` and a path, to conversion; ``""`` for none; ``"takes:"`` is as ``"returns:"``, of an argument.
+            ``"returns:"`` and a path, to conversion; ``""`` for none; ``"takes:"`` is ``"returns:"`` for an argument.
             See ``Plan.sequence``.
     """
 
@@ -217,6 +218,7 @@ class MeshChoice:
         fits: whether the bytes fit.
         checkpointing: ``none``, ``selective`` or ``full``.
         reshard: whether FSDP frees a unit's parameters after its forward.
+        sequence_parallel: whether the sequence is cut over tp between regions.
         batch: sequences per data rank.
         step_seconds: of one forward, backward and optimizer step.
         tokens_per_second: of each device.
@@ -229,6 +231,7 @@ class MeshChoice:
     fits: bool = False
     checkpointing: str = "none"
     reshard: bool = True
+    sequence_parallel: bool = False
     batch: int = 1
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,16 @@ def cluster_of(seconds: dict[str, float], processes: int, sizes: Sizes) -> Clust
         sources={},
     )
     measured = dict.fromkeys(Device.__dataclass_fields__.keys() - {"name", "sources"}, "autoshard probe")
-    return Cluster(replace(device, sources=measured), processes, bandwidth, bandwidth, latency, latency)
+    return Cluster(
+        replace(device, sources=measured),
+        processes,
+        bandwidth,
+        bandwidth,
+        latency,
+        latency,
+        overlaps=False,
+        sustained=True,
+    )
 
 
 def _threads(processes: int) -> int:
@@ -110,15 +120,15 @@ def _on_rank(payload: bytes) -> dict[str, float]:
     jobs: dict[str, Callable[[], Any]] = {}
     for dtype in _DTYPES:
         a, b = (torch.ones(sizes.matmul, sizes.matmul, dtype=getattr(torch, dtype)) for _ in range(2))
-        jobs[dtype] = lambda a=a, b=b: a @ b
+        jobs[dtype] = partial(torch.matmul, a, b)
     source, target = (torch.ones(max(1, sizes.copied_bytes // 4)) for _ in range(2))
-    jobs["copy"] = lambda: target.copy_(source)
+    jobs["copy"] = partial(target.copy_, source)
     for name, size in (("", sizes.payload_bytes), (" few", _FEW_BYTES)):
         world = dist.get_world_size()
         whole = torch.ones(-(-size // (4 * world)) * world)
         part = whole[: len(whole) // world].clone()
-        jobs[f"all_reduce{name}"] = lambda whole=whole: dist.all_reduce(whole)
-        jobs[f"all_gather{name}"] = lambda whole=whole, part=part: dist.all_gather_single(whole, part)
+        jobs[f"all_reduce{name}"] = partial(dist.all_reduce, whole)
+        jobs[f"all_gather{name}"] = partial(dist.all_gather_single, whole, part)
     return {what: _median(job, sizes.repetitions) for what, job in jobs.items()}
 
 

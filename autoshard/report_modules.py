@@ -61,7 +61,7 @@ def _conversions(module: ModulePlan) -> Iterator[str]:
         yield f"out{'.' if path else ''}{path}: {conversion}"
     for key, conversion in module.sequence.items():
         side, _, path = key.partition(":")
-        if side != "returns":
+        if side in ("inputs", "outputs"):
             name = path if side == "inputs" else f"out{'.' if path else ''}{path}"
             yield f"{name}: {conversion or 'as it is'} (sequence)"
     for path, conversion in module.returns.items():

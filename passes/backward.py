@@ -1,7 +1,7 @@
 """The moment of the most memory in backward of one unit, by playing backward of its ops in reverse.
 
-Autograd holds a gradient for each value from its last reader's backward to its maker's, adds up in place, and frees what
-an op kept once its backward has run. Gradients of parameters stay until the unit's are reduced.
+Autograd holds a gradient for each value from its last reader's backward to its maker's, adds up in place, and frees
+what an op kept once its backward has run. Gradients of parameters stay until the unit's are reduced.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Boundaries:
             Refused: a cut value has to be made whole inside a module's own code.
         """
         flow = self.flow
-        gathered = flow.chosen.gathered_dim(op.name)
+        gathered = flow.chosen.gathered_dim(op.name) if op.name in flow.chosen.ends else None
         if flow.states[op.name] is State.S and gathered is not None:
             rank = len(flow.factored.single(op.name))
             kind, why = f"S({gathered - rank})->R", "what follows needs it whole"

@@ -38,7 +38,7 @@ def advise(best: MeshChoice, meshes: ChooseMesh, prices: Prices, workload: Workl
     if best.fits:
         return ()
     found = []
-    way = Asked(best.mesh, best.batch, best.checkpointing, best.reshard)
+    way = Asked(best.mesh, best.batch, best.checkpointing, best.reshard, best.sequence_parallel)
     largest = prices.max_batch(way, meshes.budget)
     if largest:
         found.append(f"a batch of {largest} sequences a data rank would fit {best.mesh}")
@@ -61,8 +61,8 @@ def advise(best: MeshChoice, meshes: ChooseMesh, prices: Prices, workload: Workl
         found.append(f"offload=True keeps {human_bytes(host)} on the host between uses")
     if world is None:
         found.append(
-            "no number of devices makes it fit at this batch and sequence: that takes another axis, pipeline, context or "
-            "expert parallelism, which autoshard does not do"
+            "no number of devices makes it fit at this batch and sequence: that takes another axis, pipeline, context "
+            "or expert parallelism, which autoshard does not do"
         )
     return tuple(found)
 

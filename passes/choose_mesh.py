@@ -7,8 +7,9 @@ the simplest of them is taken: fewer axes, then less tensor parallelism, then wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import math
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autoshard.cost import MARGIN
@@ -19,6 +20,8 @@ from autoshard.words import human_bytes
 
 #: Meshes whose speed differs by less than this are taken as equally fast: the model of cost is no better.
 TIE = 0.03
+#: More tp beyond a node is looked at as long as it brings the least bytes below this share of what they were.
+_GAIN = 0.9
 CHECKPOINTING = ("none", "selective", "full")
 
 
@@ -31,12 +34,14 @@ class Asked:
         batch: sequences per data rank.
         checkpointing: ``none``, ``selective`` or ``full``.
         reshard: whether FSDP frees a unit's parameters after its forward.
+        sequence: whether the sequence is cut between regions.
     """
 
     mesh: Mesh
     batch: int
     checkpointing: str
     reshard: bool
+    sequence: bool = False
 
 
 class Prices(Protocol):
@@ -68,6 +73,7 @@ class ChooseMesh:
         sequence: tokens per sequence.
         checkpointing: pinned way, or None.
         reshard: pinned, or None.
+        sequence_parallel: pinned, or None.
     """
 
     world: int
@@ -81,6 +87,7 @@ class ChooseMesh:
     sequence: int = 2048
     checkpointing: str | None = None
     reshard: bool | None = None
+    sequence_parallel: bool | None = None
 
     @property
     def budget(self) -> int:
@@ -97,13 +104,18 @@ class ChooseMesh:
             MeshMismatch: the pinned degrees do not multiply to the world, or no mesh can take the global batch.
         """
         self.check()
-        meshes = self.candidates()
-        near = [m for m in meshes if m.tp <= self.devices_per_node]
-        far = [m for m in meshes if m.tp > self.devices_per_node]
-        choices = [self._choice(mesh, prices) for mesh in near]
-        if far and not any(c.fits for c in choices):
-            # beyond a node tensor parallelism only ever helps what fits in no other way
-            choices += [self._choice(mesh, prices) for mesh in far]
+        choices: list[MeshChoice] = []
+        least, stuck = math.inf, False
+        for tp, group in itertools.groupby(self.candidates(), lambda mesh: mesh.tp):
+            # beyond a node tp only ever helps what fits in no other way
+            far = tp > self.devices_per_node and self.tp is None
+            if far and (stuck or any(c.fits for c in choices)):
+                break
+            made = [self._choice(mesh, prices) for mesh in group]
+            choices += made
+            smallest = min((c.total_bytes for c in made if c.total_bytes), default=math.inf)
+            stuck = smallest > _GAIN * least
+            least = min(least, smallest)
         priced = [c for c in choices if c.total_bytes]
         if not priced:
             raise self._no_batch()
@@ -128,31 +140,50 @@ class ChooseMesh:
         batch, why = self._batch(mesh)
         if batch == 0:
             return MeshChoice(mesh, 0, why)
-        best = self._way(lambda *way: prices.price(Asked(mesh, batch, *way)), mesh)
+        way, best = self._way(Asked(mesh, batch, "none", True), prices)
         fits = best.peak <= self.budget
         verdict = _where_time_goes(best) if fits else f"over {human_bytes(self.budget)}"
-        tokens = batch * self.sequence * mesh.data / best.step / self.world
-        way = Asked(mesh, batch, best.checkpointing, best.reshard)
         return MeshChoice(
-            mesh, best.peak, verdict, fits, way.checkpointing, way.reshard, batch, best.step, tokens,
-            prices.max_batch(way, self.budget),
-        )  # fmt: skip
+            mesh=mesh,
+            total_bytes=best.peak,
+            verdict=verdict,
+            fits=fits,
+            checkpointing=way.checkpointing,
+            reshard=way.reshard,
+            sequence_parallel=way.sequence,
+            batch=batch,
+            step_seconds=best.step,
+            tokens_per_second=batch * self.sequence * mesh.data / best.step / self.world,
+            max_batch=prices.max_batch(way, self.budget),
+        )
 
-    def _way(self, price: Callable[[str, bool], Price], mesh: Mesh) -> Price:
-        """Return the price of the fastest way to train on a mesh that fits; of the smallest where none does."""
-        least: Price | None = None
+    def _way(self, asked: Asked, prices: Prices) -> tuple[Asked, Price]:
+        """Return the fastest way to train on a mesh that fits, and its price; the smallest where none does.
+
+        Cutting the sequence sends no more and keeps less: it is tried before more checkpointing, which computes more.
+        """
+        tried: list[tuple[Asked, Price]] = []
         for checkpointing in CHECKPOINTING if self.checkpointing is None else (self.checkpointing,):
-            freed = price(checkpointing, self.reshard is not False)
-            if freed.peak <= self.budget:
-                if self.reshard is None and mesh.dp_shard > 1:
-                    held = price(checkpointing, False)
-                    if held.peak <= self.budget and held.step < freed.step * (1 - TIE):
-                        return held
-                return freed
-            if least is None or freed.peak < least.peak:
-                least = freed
-        assert least is not None, "there is a way at least"
-        return least
+            for sequence in self._sequences(asked.mesh):
+                way = replace(asked, checkpointing=checkpointing, reshard=self.reshard is not False, sequence=sequence)
+                tried.append((way, prices.price(way)))
+                if tried[-1][1].peak <= self.budget:
+                    return self._held(*tried[-1], prices)
+        return min(tried, key=lambda one: one[1].peak)
+
+    def _held(self, way: Asked, freed: Price, prices: Prices) -> tuple[Asked, Price]:
+        """Return the same with parameters that stay gathered, where that is faster and fits."""
+        if self.reshard is None and way.mesh.dp_shard > 1:
+            held = prices.price(replace(way, reshard=False))
+            if held.peak <= self.budget and held.step < freed.step * (1 - TIE):
+                return replace(way, reshard=False), held
+        return way, freed
+
+    def _sequences(self, mesh: Mesh) -> tuple[bool, ...]:
+        """Return whether the sequence may be cut, the simplest first."""
+        if mesh.tp == 1 or self.sequence_parallel is False:
+            return (False,)
+        return (True,) if self.sequence_parallel else (False, True)
 
     def _batch(self, mesh: Mesh) -> tuple[int, str]:
         """Return the sequences of each data rank, or 0 and why there can be none."""

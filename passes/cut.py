@@ -35,6 +35,7 @@ class Cut:
         saved_bytes: parameter bytes it divides, over all ranks.
         averaged: whether a sum or mean of activations runs over it: chosen where nothing simpler is.
         dims: for a gathered one, the dim that is cut of each value.
+        ends: for a gathered one, the values that are made whole.
     """
 
     leaves: frozenset[Factor]
@@ -45,6 +46,7 @@ class Cut:
     saved_bytes: int
     averaged: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
+    ends: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
@@ -104,6 +106,11 @@ class Chosen:
     def gathered_dim(self, value: str) -> int | None:
         """Return the dim along which a value is cut and made whole right behind its maker; None for another value."""
         return self._gathered_dims.get(value)
+
+    @cached_property
+    def ends(self) -> frozenset[str]:
+        """Values that are made whole right behind their makers."""
+        return frozenset(value for cut in self.cuts for value in cut.ends)
 
     def leaves_in(self, value: str) -> frozenset[Factor]:
         """Return the leaves that stay cut in a value."""
@@ -251,4 +258,5 @@ class ChooseCuts:
             rows = (index.factored.single(value)[dim] for value, dim in one.dims.items())
             cut = frozenset(leaf for dim in rows for leaf in leaves(dim))
             touched = frozenset((value, 0) for value in one.dims)
-            yield Cut(cut, {}, True, one.divisions, touched, index.bytes_of(one.divisions), dims=one.dims)
+            saved = index.bytes_of(one.divisions)
+            yield Cut(cut, {}, True, one.divisions, touched, saved, dims=one.dims, ends=one.ends)

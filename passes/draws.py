@@ -35,7 +35,8 @@ class Draws:
     """Where random numbers are drawn.
 
     Attributes:
-        modules: ``per_rank``, ``sequence`` or ``shared``, by name of a module whose forward does not just go on with the stream.
+        modules: ``per_rank``, ``sequence`` or ``shared``, by name of a module whose forward does not just go on with
+            the stream.
         mixed: ops on a rank's share in code that draws on whole values too: they draw the same on every rank.
     """
 

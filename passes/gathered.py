@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoshard.ir import Op, Ref
+from autoshard.ir import Meta, Op, Ref
 from autoshard.passes.factors import Factor, leaves
 from autoshard.passes.occurrence import Division, Occurrences
 
@@ -43,6 +43,12 @@ ROLES = {
 }
 
 
+#: Ops on each element alone that draw nothing: what is cut goes through them as what is whole.
+ELEMENTWISE = frozenset(
+    f"aten.{name}" for name in "add sub mul div neg abs exp tanh sigmoid relu gelu silu to _to_copy float".split()
+)
+
+
 @dataclass(frozen=True)
 class Gather:
     """One matrix, and the vectors beside it, that are cut for their own matmuls only.
@@ -50,10 +56,12 @@ class Gather:
     Attributes:
         divisions: how each tensor is divided, by name.
         dims: the dim that is cut, by value: of the tensors, and of each result from the front.
+        ends: the values that are made whole.
     """
 
     divisions: dict[str, Division]
     dims: dict[str, int]
+    ends: frozenset[str]
 
 
 def gathers(index: Occurrences, degree: int) -> Iterator[Gather]:
@@ -91,11 +99,55 @@ def _gather(index: Occurrences, weight: str, role: Role, degree: int) -> Gather 
     for value in tensors:
         if value != weight and any(user.name not in dims for user in index.users[value]):
             return None
+    results = [name for name in dims if name in index.ops and dims[name] is not None and name not in tensors]
+    ends = frozenset(_follow(index, name, dims, tensors) for name in results)
     divisions = {
         index.by_value[value].fqn: Division(dim, ((0, index.by_value[value].meta.shape[dim], degree),), degree)
         for value, dim in tensors.items()
     }
-    return Gather(divisions, dims)
+    return Gather(divisions, dims, ends)
+
+
+def _follow(index: Occurrences, value: str, dims: dict[str, int], tensors: dict[str, int]) -> str:
+    """Let a result stay cut through ops on each element alone, in the same code, as far as such take vectors beside it.
+
+    Notes what is cut on the way in ``dims`` and ``tensors``; returns what is made whole at last.
+    """
+    end, found, vectors = value, {}, {}
+    while True:
+        users = index.users[value]
+        user = users[0] if len(users) == 1 else None
+        made = index.ops[value]
+        if user is None or user.target not in ELEMENTWISE or user.calls != made.calls or value in index.returned:
+            return end
+        shape = made.result.shape if isinstance(made.result, Meta) else ()
+        if not isinstance(user.result, Meta) or user.result.shape != shape or dims[end] != len(shape) - 1:
+            return end
+        beside = [_vector(index, name, shape[-1], user) for name in user.refs() if name != value]
+        if user.refs().count(value) != 1 or any(one is None for one in beside):
+            return end
+        value = user.name
+        found[value] = len(shape) - 1
+        for one in beside:
+            vectors.update(one or {})
+        if beside:
+            end = value
+            dims.update(found | dict.fromkeys(vectors, 0))
+            tensors.update({name: 0 for name in vectors if name in index.by_value})
+
+
+def _vector(index: Occurrences, value: str, size: int, user: Op) -> dict[str, int] | None:
+    """Return the values that a vector beside a result is made of, all of them for ``user`` only; None for others."""
+    meta = index.metas.get(value)
+    if meta is None or meta.shape != (size,) or index.users[value] != [user]:
+        return None
+    if value in index.by_value:
+        return {value: 0}
+    made = index.ops.get(value)
+    if made is None or made.target not in ELEMENTWISE or len(made.refs()) != 1:
+        return None
+    inner = _vector(index, made.refs()[0], size, made)
+    return None if inner is None else {value: 0, **inner}
 
 
 def _plain(op: Op) -> bool:

@@ -90,10 +90,10 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
     results: dict[str, Text] = {}
     arguments: dict[tuple[str, str], Text] = {}
     twice: set[str] = set()
-    for mark, site, given in tracker.noted:
+    for mark, site, operands, given in tracker.noted:
         made = tracker.names.get(mark)
-        if made is None:
-            continue
+        if made is None or made in {tracker.names.get(inner) for inner in operands}:
+            continue  # torch hands on what has the wanted dtype already: another text made it
         if made in results:
             twice.add(made)  # two calls, one op: which text it was is not clear
         results[made] = _text(site.module, site.function, site.file, site.node)
@@ -114,7 +114,7 @@ def _text(module: str, function: str, file: str, node: Any) -> Text:
 class _Tracker:
     """Notes the text of every call of torch; see ``Tracker`` of ``provenance`` for the protocol."""
 
-    noted: list[tuple[int, Site, list[tuple[int, Text]]]] = field(default_factory=list)
+    noted: list[tuple[int, Site, set[int], list[tuple[int, Text]]]] = field(default_factory=list)
     recorder: GraphRecorder | None = None
     names: Mapping[int, str] = field(default_factory=dict)
     sites: Sites | None = None
@@ -125,7 +125,14 @@ class _Tracker:
     def mode(self) -> TorchFunctionMode:
         return _Mode(self)
 
-    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def marks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[tuple[Any, ...], int]:
+        """Return the marks of the tensors among the arguments, by place: before the call, which may write into them."""
+        if self.recorder is None:
+            return {}
+        found = {path: self.recorder.mark(tensor) for path, tensor in _tensors(args, kwargs)}
+        return {path: mark for path, mark in found.items() if mark is not None}
+
+    def note(self, count: int, marks: Mapping[tuple[Any, ...], int], result: Any) -> None:
         if not isinstance(result, Tensor) or self.recorder is None or self.sites is None:
             return
         site = self.sites.here()
@@ -133,11 +140,11 @@ class _Tracker:
         if site is None or mark is None:
             return
         given = []
-        for path, tensor in _tensors(args, kwargs):
-            inner, text = self.recorder.mark(tensor), _argument(site, len(args), path)
-            if inner is not None and text is not None:
+        for path, inner in marks.items():
+            text = _argument(site, count, path)
+            if text is not None:
                 given.append((inner, text))
-        self.noted.append((mark, site, given))
+        self.noted.append((mark, site, set(marks.values()), given))
 
 
 def _argument(site: Site, count: int, path: tuple[Any, ...]) -> Text | None:
@@ -161,8 +168,9 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        marks = self.tracker.marks(args, kwargs or {})
         result = function(*args, **(kwargs or {}))
-        self.tracker.note(args, kwargs or {}, result)
+        self.tracker.note(len(args), marks, result)
         return result
 
 

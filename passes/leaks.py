@@ -66,7 +66,7 @@ class Leaks:
         try:
             got = trace.run(model)
         except TraceError as error:
-            return self._blame(error.at or "", self._origins(self._running(error)))
+            return self._failed(error)
         left_out = tuple(traced.copies) if copied else ()
         fqns = {call.id: call.fqn for call in traced.calls}
         wants = [op for op in traced.ops if not any(fqns[number] in left_out for number in op.calls)]
@@ -121,7 +121,7 @@ class Leaks:
             return False
         if [m.shape if m else None for m in _metas(have)] != list(self._shapes(want)):
             return False
-        cut = want.name in self.dims.keys() - self._sums
+        cut = self._is_cut(want)
         names = want.arguments.keys() | have.arguments.keys()
         return all(_same(want.arguments.get(name), have.arguments.get(name), cut) for name in names)
 
@@ -129,7 +129,7 @@ class Leaks:
         """Yield the shape of each result as it should be."""
         tensors = self.placed.chosen.factored.tensors(op.name)
         for number, meta in enumerate(_metas(op)):
-            if meta is None or op.name not in self.dims.keys() - self._sums or number >= len(tensors):
+            if meta is None or not self._is_cut(op) or number >= len(tensors):
                 yield meta.shape if meta else None
             else:
                 yield tuple(self._extent(dim) for dim in tensors[number])
@@ -144,12 +144,20 @@ class Leaks:
         return prod(sizes) if factor.kind == "product" else sum(sizes)
 
     # ---- who is to blame
-    def _running(self, error: TraceError) -> list[Op]:
-        """Return the ops of the module that was running when the trace stopped."""
-        traced = self.placed.chosen.factored.traced
+    def _failed(self, error: TraceError) -> Leak:
+        """Return the blame for code that raised: an op on a cut value, at that line, or sizes that others came from."""
+        traced, where = self.placed.chosen.factored.traced, error.at or ""
         module = error.__cause__.module if isinstance(error.__cause__, Stopped) else ""
         numbers = {call.id for call in traced.calls if call.fqn == module}
-        return [op for op in traced.ops if not numbers.isdisjoint(op.calls)]
+        running = [op for op in traced.ops if not numbers.isdisjoint(op.calls)]
+        line = [op for op in running if op.where == where and op.calls[-1] in numbers]
+        for op in line:
+            if self._is_cut(op):
+                return self._blame(where, [op])
+        return self._blame(where, self._origins(line or running))
+
+    def _is_cut(self, op: Op) -> bool:
+        return op.name in self.dims and op.name not in self._sums
 
     def _origins(self, failing: list[Op]) -> list[Op]:
         """Return the ops that made, from sizes alone, what ops depend on; these themselves where there are none."""
@@ -178,14 +186,22 @@ class Leaks:
         fqns = {call.id: call.fqn for call in traced.calls}
         values: set[Seen] = set()
         for op in ops:
+            if self._is_cut(op):  # it was given a size of the whole, it may be
+                values |= {o.name for o in self._alike(op) if o.name in self.dims}
+                continue
             number = next((n for n in reversed(op.calls) if self._seen(n, op)), None)
             at = None if number is None else self._pattern(fqns[number])
-            for other in traced.ops if at is not None else ():
-                if (other.where, other.target) == (op.where, op.target):
-                    for n in other.calls:
-                        if self._pattern(fqns[n]) == at:
-                            values |= self._seen(n, other)
+            for other in self._alike(op) if at is not None else ():
+                for n in other.calls:
+                    if self._pattern(fqns[n]) == at:
+                        values |= self._seen(n, other)
         return Leak(min((op.where for op in ops if op.where), default=where), frozenset(values) or self._every())
+
+    def _alike(self, op: Op) -> list[Op]:
+        """Return the ops of the same text in the same module, blocks that are copies taken for the same."""
+        every = self.placed.chosen.factored.traced.ops
+        at = (op.where, op.target, self._pattern(op.module))
+        return [other for other in every if (other.where, other.target, self._pattern(other.module)) == at]
 
     def _every(self) -> frozenset[Seen]:
         begins = ((c.call, c.value) for c in self.conversions if c.kind.startswith("R->S"))
@@ -223,14 +239,21 @@ class _StandIns:
     outputs: list[tuple[tuple[str, ...], Any]]
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        known: dict[int, Tensor] = {}  # one tensor in several arguments is converted once, and code may compare them
         for argument, change in self.inputs:
-            args, kwargs = argument.update(args, kwargs, change)
+            args, kwargs = argument.update(args, kwargs, partial(_once, known, change))
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, answer: Any) -> Any:
         for steps, change in self.outputs:
             answer = update(answer, steps, change, "an answer")
         return answer
+
+
+def _once(known: dict[int, Tensor], change: Any, value: Tensor) -> Tensor:
+    if id(value) not in known:
+        known[id(value)] = change(value)
+    return known[id(value)]
 
 
 def _resized(value: Tensor, dim: int, size: int) -> Tensor:
@@ -257,5 +280,3 @@ def _same(want: Any, have: Any, cut: bool) -> bool:
         sizes = cut and all(isinstance(item, int) for item in (*want, *have))
         return sizes or all(_same(a, b, cut) for a, b in zip(want, have, strict=True))
     return bool(want == have)
-
-

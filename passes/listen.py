@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,12 +39,11 @@ def draws_in_training(model: nn.Module, traced: Traced) -> Counter[str]:
         return Counter()
     repeats = find_repeats(model, containers_of(model)) if traced.copies else ()
     twin = make_twin(model, {}, {one.container: one.kept for one in repeats})
-    if traced.inputs.opaque is not None:
-        traced.inputs.opaque.install(twin.model, model)
+    around = nullcontext() if traced.inputs.opaque is None else traced.inputs.opaque.install(twin.model, model)
     args, kwargs = fakes((traced.inputs.args, traced.inputs.kwargs), twin)
     heard = _Heard()
     heard.follow(twin.model.train())
-    with twin.mode, heard, torch.no_grad(), quiet(), warnings.catch_warnings():
+    with twin.mode, heard, around, torch.no_grad(), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # whatever the user's code raises in training is theirs to see when they train
         with contextlib.suppress(Exception):

@@ -92,8 +92,8 @@ def _in_training(placed: Placed) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for c in placed.sequence.conversions:
         found[c.fqn][f"{c.side}:{c.path}"] = c.kind
-    for fqn, paths in placed.sequence.returns.items():
-        found[fqn] |= {f"returns:{path}": kind for path, kind in paths.items()}
+    for fqn, more in placed.sequence.returns.items():
+        found[fqn] |= more
     return found
 
 

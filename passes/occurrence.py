@@ -66,6 +66,7 @@ class Occurrences:
         traced = factored.traced
         self.parameter: dict[str, Tensor] = {p.fqn: p for p in traced.parameters}
         self.held: dict[str, Tensor] = self.parameter | {b.fqn: b for b in traced.buffers}
+        self.parameter_bytes = sum(p.meta.numel * dtype_bytes(p.meta.dtype) for p in traced.parameters)
         buffer_of = {b.value: b.fqn for b in traced.buffers if b.value}
         self.by_value: dict[str, Tensor] = {p.value: p for p in traced.parameters if p.value}
         self.places: dict[Factor, list[tuple[str, int]]] = defaultdict(list)
@@ -84,6 +85,9 @@ class Occurrences:
                     for leaf in leaves(dim):
                         self.in_buffers[leaf][buffer_of[value]] = None
         self.candidates = sorted((leaf for leaf in self.in_parameters if leaf.size > 1), key=lambda f: f.serial)
+        self.metas = traced.metas()
+        self.returned = {value for call in traced.calls for value in call.outputs.values()}
+        self.returned |= {output.value for output in traced.outputs}
         self.users: dict[str, list[Op]] = defaultdict(list)
         self.ops: dict[str, Op] = {}
         for op in traced.ops:

@@ -8,10 +8,10 @@ for its code. That operator has no dims in common with anything, so all it touch
 from __future__ import annotations
 
 import functools
-import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from autoshard._torch import quiet_fake_tensors
 from autoshard.guesses import Answers, Guesses, explore
 from autoshard.ir import Untraced
-from autoshard.observed import Observed, Seen
+from autoshard.observed import Observed
 from autoshard.outputs import states, tensors
+from autoshard.passes import spare
+from autoshard.passes.pieces import Pieces, alike, find, holds_list, written
 from autoshard.quiet import quiet
 from autoshard.templates import Hole, fill, holes
 from autoshard.twin import make_twin
@@ -62,6 +64,7 @@ class Opaque:
         solid: those of them whose called modules are not traced either.
         observed: the eager run that says what goes in and out; None where there are no parts.
         guesses: the answers with which the code of some of the parts is followed after all, by module name.
+        spare: what modules that the forward does not call are called with all the same, by name.
         final: whether a trace passed with it: later traces must keep out the same.
     """
 
@@ -69,6 +72,7 @@ class Opaque:
     solid: frozenset[str] = frozenset()
     observed: Observed | None = None
     guesses: Mapping[str, Answers] = field(default_factory=dict)
+    spare: Mapping[str, Any] = field(default_factory=dict)
     final: bool = False
 
     @property
@@ -85,7 +89,7 @@ class Opaque:
         while True:
             if self._seen(fqn) and fqn not in self.parts:
                 found = {**self.parts, fqn: replace(part, fqn=fqn)}
-                for other in _alike(model, fqn):
+                for other in alike(model, fqn):
                     if self._seen(other):
                         found.setdefault(other, replace(part, fqn=other))
                 answers = self._explored(model, fqn)
@@ -102,10 +106,10 @@ class Opaque:
         if self.observed is None:
             return None
         twin = make_twin(model)
-        module = _find(twin.model, fqn)
+        module = find(twin.model, fqn)
         seen = self.observed.calls[self.observed.of(fqn)[0]]
-        if module is None:
-            return None
+        if module is None or any(holds_list(one) for one in module.modules()):
+            return None  # of a list, those that this run leaves out are traced with the others
         with quiet_fake_tensors(), twin.mode, torch.no_grad(), quiet():
             given = {hole.index: torch.empty(hole.shape, dtype=hole.dtype) for hole in holes(seen.arguments)}
             args, kwargs = fill(seen.arguments, given)
@@ -115,17 +119,22 @@ class Opaque:
         calls = self.observed.calls if self.observed is not None else ()
         return any(call.fqn == fqn and call.outputs is not None for call in calls)
 
-    def install(self, twin: nn.Module, model: nn.Module) -> None:
-        """Replace the forwards of the twin's opaque modules."""
+    def install(self, twin: nn.Module, model: nn.Module) -> AbstractContextManager[Any]:
+        """Replace the forwards of the twin's opaque modules; return what to run the twin in."""
         if self.observed is None:
-            return
-        pieces = _Pieces(model, self)
+            return nullcontext()
+        guesses = Guesses()
+        spare.install(twin, self.spare)
+        pieces = Pieces(model, self.observed, self.solid)
         for fqn in self.parts:
-            module = _find(twin, fqn)
+            module = find(twin, fqn)
             if module is not None and fqn in self.guesses:
-                _answered(module, self.guesses[fqn])
+                # its forward stays the class's own: texts in it are looked for
+                module.register_forward_pre_hook(partial(_begin, guesses, self.guesses[fqn]))
+                module.register_forward_hook(partial(_end, guesses))
             elif module is not None:
                 module.forward = _Shell(twin, module, self, pieces, fqn).wrapped()
+        return guesses if self.guesses else nullcontext()
 
     def sometimes(self, model: nn.Module) -> frozenset[str]:
         """Return the modules that may be called for some inputs only, as opaque code decides.
@@ -134,83 +143,23 @@ class Opaque:
         """
         if self.observed is None:
             return frozenset()
-        pieces = _Pieces(model, self)
-        return frozenset(child for fqn in self.parts for child in pieces.children(fqn) if not pieces.in_row(fqn, child))
+        pieces = Pieces(model, self.observed, self.solid)
+        called = (child for fqn in self.parts for child in pieces.children(fqn) if not pieces.in_row(fqn, child))
+        return frozenset((*called, *self.spare))
 
 
-def _answered(module: nn.Module, answers: Answers) -> None:
-    """Answer every question for values in a module's forward, which stays the class's own."""
-    running: list[Guesses] = []
-
-    def enter(*_: Any) -> None:
-        running.append(Guesses(answers))
-        running[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        running.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+def _begin(guesses: Guesses, answers: Answers, *_: Any) -> None:
+    guesses.begin(answers)
 
 
-class _Pieces:
-    """The modules that opaque code calls, and what each is called with in the trace."""
-
-    def __init__(self, model: nn.Module, opaque: Opaque) -> None:
-        assert opaque.observed is not None
-        self.model = model
-        self.observed = opaque.observed
-        self.solid = opaque.solid
-        self.best: dict[Any, Seen] = {}
-        self.kinds: dict[str, Any] = {}
-        for seen in self.observed.calls:
-            known = self.best.get(self._kind(seen.fqn))
-            if known is None or _numel(seen.arguments) > _numel(known.arguments):
-                self.best[self._kind(seen.fqn)] = seen
-
-    def _kind(self, fqn: str) -> Any:
-        if fqn not in self.kinds:
-            module = _find(self.model, fqn)
-            parent = _find(self.model, fqn.rpartition(".")[0])
-            # siblings in a list, and their like in other blocks
-            place = re.sub(r"\d+", "*", fqn) if not isinstance(parent, nn.ModuleDict) else fqn.rpartition(".")[0]
-            self.kinds[fqn] = (place, _structure(module) if module is not None else None)
-        return self.kinds[fqn]
-
-    def children(self, fqn: str) -> tuple[str, ...]:
-        """Return the modules that an opaque one calls, with their siblings that it happened not to call."""
-        if fqn in self.solid:
-            return ()
-        found: dict[str, None] = {}
-        for number in self.observed.of(fqn):
-            for seen in self.observed.calls:
-                if seen.parent == number and seen.fqn not in found:
-                    found[seen.fqn] = None
-                    found |= dict.fromkeys(_siblings(self.model, seen.fqn))
-        return tuple(found)
-
-    def arguments(self, fqn: str) -> Any:
-        """Return the template of the arguments a module is traced with."""
-        best = self.best[self._kind(fqn)]
-        own = [seen for seen in self.observed.calls if seen.fqn == fqn]
-        if own and _form(own[0].arguments) != _form(best.arguments):
-            best = max(own, key=lambda seen: _numel(seen.arguments))
-        return best.arguments
-
-    def in_row(self, fqn: str, child: str) -> bool:
-        """Whether every module like ``child`` that ``fqn`` calls is called once, on what the one before returned."""
-        row = [c for c in self.children(fqn) if self._kind(c) == self._kind(child)]
-        numbers = [self.observed.of(c) for c in row]
-        if len(row) < 2 or any(len(found) != 1 for found in numbers):
-            return False
-        order = sorted(found[0] for found in numbers)
-        return all(one in self.observed.calls[two].follows for one, two in itertools.pairwise(order))
+def _end(guesses: Guesses, *_: Any) -> None:
+    guesses.end()
 
 
 class _Shell:
     """What an opaque module of the twin does instead of its forward."""
 
-    def __init__(self, twin: nn.Module, module: nn.Module, opaque: Opaque, pieces: _Pieces, fqn: str) -> None:
+    def __init__(self, twin: nn.Module, module: nn.Module, opaque: Opaque, pieces: Pieces, fqn: str) -> None:
         assert opaque.observed is not None
         self.twin = twin
         self.module = module
@@ -249,7 +198,7 @@ class _Shell:
         self.count += 1
         # what it returns as it was given is a hole of the arguments: here it is a new value all the same
         made = holes(seen.outputs)
-        results = torch.ops.autoshard.opaque(taken, _written(made), self.part.where, self.part.why)
+        results = torch.ops.autoshard.opaque(taken, written(made), self.part.where, self.part.why)
         filled = {hole.index: tensor for hole, tensor in zip(made, results, strict=True)}
         return fill(seen.outputs, filled, (args, kwargs))
 
@@ -257,11 +206,11 @@ class _Shell:
         """Trace every module it calls on inputs of its own, and return what they return."""
         found: list[Tensor] = []
         for fqn in self.pieces.children(self.part.fqn):
-            module = _find(self.twin, fqn)
+            module = find(self.twin, fqn)
             if module is None:
                 continue
             template = self.pieces.arguments(fqn)
-            inputs = {hole.index: torch.ops.autoshard.given(_written([_bigger(hole)]), fqn) for hole in holes(template)}
+            inputs = {hole.index: torch.ops.autoshard.given(written([_bigger(hole)]), fqn) for hole in holes(template)}
             args, kwargs = fill(template, inputs)
             result = module(*args, **kwargs)
             found += [tensor for _, tensor in (*tensors(result), *states(result))]
@@ -273,64 +222,9 @@ def _bigger(hole: Hole) -> Hole:
     return replace(hole, shape=(_ROWS, *hole.shape[1:])) if len(hole.shape) > 1 and not hole.shape[0] else hole
 
 
-def _written(found: Sequence[Hole]) -> str:
-    texts = [str(hole.dtype).removeprefix("torch.") + ":" + ",".join(map(str, hole.shape)) for hole in found]
-    return ";".join(texts)
-
-
 def _parsed(layout: str) -> list[tuple[list[int], torch.dtype]]:
     found = []
     for text in layout.split(";") if layout else []:
         name, _, shape = text.partition(":")
         found.append(([int(size) for size in shape.split(",")] if shape else [], getattr(torch, name)))
     return found
-
-
-def _find(model: nn.Module, fqn: str) -> nn.Module | None:
-    for step in fqn.split(".") if fqn else ():
-        child = model._modules.get(step)
-        if child is None:
-            return None
-        model = child
-    return model
-
-
-def _structure(module: nn.Module) -> tuple[Any, ...]:
-    """Return the classes of a module and those in it, and the shapes they hold."""
-    rows = []
-    for name, one in module.named_modules():
-        held = [*one._parameters.items(), *one._buffers.items()]
-        rows.append((name, type(one), tuple((k, tuple(t.shape), t.dtype) for k, t in held if t is not None)))
-    return tuple(rows)
-
-
-def _siblings(model: nn.Module, fqn: str) -> list[str]:
-    """Return the modules beside ``fqn`` in a list or dict that are built like it."""
-    home, _, _ = fqn.rpartition(".")
-    parent, own = _find(model, home), _find(model, fqn)
-    if not isinstance(parent, (nn.ModuleList, nn.ModuleDict)) or own is None:
-        return []
-    wanted = _structure(own)
-    names = [(f"{home}.{name}" if home else name, child) for name, child in parent.named_children()]
-    return [name for name, child in names if _structure(child) == wanted]
-
-
-def _alike(model: nn.Module, fqn: str) -> list[str]:
-    """Return the modules at the same place of other blocks that are built like ``fqn``."""
-    own = _find(model, fqn)
-    if own is None or not re.search(r"\d", fqn):
-        return []
-    pattern, wanted = re.sub(r"\d+", "*", fqn), _structure(own)
-    return [
-        name
-        for name, module in model.named_modules()
-        if re.sub(r"\d+", "*", name) == pattern and type(module) is type(own) and _structure(module) == wanted
-    ]
-
-
-def _numel(template: Any) -> int:
-    return sum(torch.Size(hole.shape).numel() for hole in holes(template))
-
-
-def _form(template: Any) -> Any:
-    return [(len(hole.shape), hole.dtype) for hole in holes(template)]

@@ -176,26 +176,30 @@ class Pricing:
         workload: Workload,
         checkpointing: str,
     ) -> dict[str, float]:
-        device = self.cluster.device
-        peak, memory = device.peak(workload.dtype), device.memory_bandwidth
-        compute = cost.compute_seconds(units, checkpointing, peak, memory)
+        cluster = self.cluster
+        rate = cluster.device.peak(workload.dtype) * self._sustained(cost.MATMUL)
+        memory = cluster.device.memory_bandwidth * self._sustained(cost.MEMORY)
+        compute = cost.compute_seconds(units, checkpointing, rate, memory)
         tp = sum(self.collective_seconds(c, mesh) for c in sent if c.axis == "tp")
         data = [c for c in sent if c.axis != "tp"]
         total = sum(self.collective_seconds(c, mesh) for c in data)
         ends = total / max(1, max((c.count for c in data), default=1))
         optimizer = cost.optimizer_seconds(units, mesh.dp_shard, memory)
-        step = cost.step_seconds(compute, tp, total, ends, optimizer, device.name != "CPU")
+        step = cost.step_seconds(compute, tp, total, ends, optimizer, cluster.overlaps)
         return {"compute": compute, "tp": tp, "data": step - compute - tp - optimizer, "optimizer": optimizer}
 
     def collective_seconds(self, one: Collective, mesh: Mesh) -> float:
         """Return the seconds of all collectives of one kind."""
         n, apart = self.axis(one.axis, mesh)
-        cluster = self.cluster
-        speed, inside = cost.bandwidth(
-            n, apart, cluster.devices_per_node, cluster.link_bandwidth, cluster.network_bandwidth
-        )
+        cluster, share = self.cluster, self._sustained(cost.NETWORK)
+        link, network = share * cluster.link_bandwidth, share * cluster.network_bandwidth
+        speed, inside = cost.bandwidth(n, apart, cluster.devices_per_node, link, network)
         latency = cluster.link_latency if inside else cluster.network_latency
         return float(cost.ring_seconds(one.op, one.bytes, one.count, n, speed, latency))
+
+    def _sustained(self, share: float) -> float:
+        """Return the share of a rate that is sustained: all of one that was measured."""
+        return 1.0 if self.cluster.sustained else share
 
     @staticmethod
     def axis(name: str, mesh: Mesh) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from autoshard.passes.price import Price, Pricing
 from autoshard.passes.profile import profile
 from autoshard.passes.states import Placed
 from autoshard.passes.traffic import activations
+from autoshard.passes.weights import main_dtype
 from autoshard.plans import Workload
 
 
@@ -23,40 +24,43 @@ class Pricer:
 
     Attributes:
         place: returns the placed cuts for a tp degree.
+        along: returns the same with the sequence cut between regions, as far as the graph allows.
         units: names of the FSDP units' modules, innermost first, the root last.
         workload: what a step computes.
         cluster: the devices.
     """
 
     place: Callable[[int], Placed]
+    along: Callable[[Placed], Placed]
     units: tuple[str, ...]
     workload: Workload
     cluster: Cluster
-    _known: dict[int, Pricing] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[tuple[int, bool], Pricing] = field(default_factory=dict, compare=False, repr=False)
 
     def price(self, asked: Asked) -> Price:
         """Return the price of a mesh and way to train."""
         workload = replace(self.workload, batch=asked.batch)
-        return self.of(asked.mesh.tp).run(asked.mesh, workload, asked.checkpointing, asked.reshard)
+        return self.of(asked.mesh.tp, asked.sequence).run(asked.mesh, workload, asked.checkpointing, asked.reshard)
 
     def max_batch(self, asked: Asked, budget: int) -> int:
         """Return the most sequences of a data rank that fit a number of bytes."""
-        pricing = self.of(asked.mesh.tp)
+        pricing = self.of(asked.mesh.tp, asked.sequence)
         return pricing.max_batch(asked.mesh, self.workload, asked.checkpointing, asked.reshard, budget)
 
     def under(self, workload: Workload, cluster: Cluster) -> Pricer:
         """Return what prices the same model under another workload or on other devices."""
-        return Pricer(self.place, self.units, workload, cluster)
+        return Pricer(self.place, self.along, self.units, workload, cluster)
 
     def useful(self, tp: int) -> bool:
         """Whether anything can be cut over a degree."""
         return bool(self.place(tp).chosen.cuts)
 
-    def of(self, tp: int) -> Pricing:
+    def of(self, tp: int, sequence: bool = False) -> Pricing:
         """Return what pricing needs to know of a degree."""
-        if tp not in self._known:
-            self._known[tp] = self.made(self.place(tp))
-        return self._known[tp]
+        if (tp, sequence) not in self._known:
+            placed = self.place(tp)
+            self._known[tp, sequence] = self.made(self.along(placed) if sequence else placed)
+        return self._known[tp, sequence]
 
     def made(self, placed: Placed) -> Pricing:
         """Return what pricing needs to know of placed cuts."""
@@ -76,14 +80,6 @@ def blocks(traced: Traced, units: tuple[str, ...]) -> frozenset[str]:
         if unit in inside and not any(unit.startswith(outer + ".") for outer in found):
             found.append(unit)
     return frozenset(found)
-
-
-def main_dtype(traced: Traced) -> str:
-    """Return the dtype of most parameter bytes."""
-    sizes: dict[str, int] = {}
-    for parameter in traced.parameters:
-        sizes[parameter.meta.dtype] = sizes.get(parameter.meta.dtype, 0) + parameter.meta.numel
-    return max(sizes, key=lambda d: sizes[d], default="float32")
 
 
 def _buffer_bytes(placed: Placed) -> int:

@@ -1,7 +1,8 @@
 """What one step costs, unit by unit, as polynomials in the workload and the tensor-parallel degree.
 
-Reads the placed cuts, the FSDP units and what autograd keeps. Decides nothing. Blocks that were written out as copies of
-one that was traced cost what that one costs.
+Reads the placed cuts, the FSDP units and what autograd keeps. Decides nothing. Blocks that were written out as copies
+of one that was traced cost what that one costs. Values in the dtype of the parameters are counted in the workload's:
+under mixed precision a trace of a float32 model does not show what its code would widen again.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from sympy.polys.rings import PolyElement
 
+from autoshard.dtypes import dtype_bytes
 from autoshard.ir import Op, Traced
 from autoshard.passes.backward import Step, worst_moment
 from autoshard.passes.extents import ONE, RING, ZERO, Extents, at
 from autoshard.passes.flops import Flops
 from autoshard.passes.kept import Keeping, Layout
 from autoshard.passes.states import Placed
-from autoshard.passes.weights import Weight, weights
+from autoshard.passes.weights import Weight, main_dtype, weights
 from autoshard.plans import Workload
 
 
@@ -119,6 +122,8 @@ class _Walk:
         self.guessed: dict[str, None] = {}
         self._homes: dict[str, str] = {}
         self.flops = Flops(placed, self.extents)
+        self.main: torch.dtype = getattr(torch, main_dtype(self.traced))
+        self.element = dtype_bytes(workload.dtype)
 
     def run(self) -> Profile:
         copies = self.traced.copies
@@ -232,7 +237,11 @@ class _Walk:
 
     def _bytes(self, value: str, result: int = 0) -> PolyElement:
         layout = self._layout(value, result)
-        return ZERO if layout is None else self.extents.numel(value, result) * layout.dtype.itemsize
+        return ZERO if layout is None else self.extents.numel(value, result) * self._element(layout.dtype)
+
+    def _element(self, dtype: torch.dtype) -> int:
+        """Return the bytes of an element, of the workload's dtype where that takes the place of ``dtype``."""
+        return self.element if dtype is self.main else dtype.itemsize
 
     def _like(self, op: Op, shape: tuple[int, ...]) -> PolyElement:
         """Return the elements of a tensor made inside an op, whose dims are some of an operand's or of the result's."""

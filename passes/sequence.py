@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from autoshard.ir import Call
 from autoshard.passes.factors import Factor, find
 from autoshard.passes.leaks import Leaks, Seen
 from autoshard.passes.states import Conversion, Placed, Stretches
@@ -35,6 +36,13 @@ class Sequence:
 
     def run(self, model: nn.Module, placed: Placed) -> Placed:
         """Return the placed cuts with stretches along the sequence; with none, and the reason, where there are none."""
+        return self._search(placed, model)
+
+    def hope(self, placed: Placed) -> Placed:
+        """Return what ``run`` does where the code reads no size of the sequence: for a price, never to apply."""
+        return self._search(placed, None)
+
+    def _search(self, placed: Placed, model: nn.Module | None) -> Placed:
         sequences = _sequences(placed)
         if placed.chosen.degree == 1 or not placed.chosen.cuts:
             return placed
@@ -54,7 +62,7 @@ class Sequence:
                 return _given_up(placed, notes)
             dims = {value: dim for one in found for value, dim in one.dims.items()}
             conversions = [c for one in found for c in one.conversions]
-            leak = Leaks(placed, dims, conversions, sequences).run(model)
+            leak = None if model is None else Leaks(placed, dims, conversions, sequences).run(model)
             if leak is None:
                 return _cut(placed, sequences, found, notes)
             notes.setdefault(f"the code reads a size of the sequence ({leak.where or 'it takes another path'})")
@@ -136,22 +144,25 @@ def _arguments(placed: Placed, sequences: list[Factor]) -> dict[str, int]:
     return found
 
 
-def _returns(
-    placed: Placed, dims: Mapping[str, int], conversions: tuple[Conversion, ...]
-) -> dict[str, dict[str, str]]:
-    """Return how a value that a module returns while it is cut is made whole, should the model hand it out."""
+def _returns(placed: Placed, dims: Mapping[str, int], conversions: tuple[Conversion, ...]) -> dict[str, dict[str, str]]:
+    """Return how values are made whole that the model may hand out, at modules that return them or take them first."""
     traced = placed.chosen.factored.traced
     calls = {call.id: call for call in traced.calls}
     ends = {(c.call, c.path) for c in conversions if c.side == "outputs" and c.kind.startswith("S(")}
     found: dict[str, dict[str, str]] = defaultdict(dict)
+    takers: dict[str, Call] = {}
+    for one in reversed(traced.calls):
+        takers |= dict.fromkeys(one.inputs.values(), one)
     for op in traced.ops:
+        whole = f"S({dims.get(op.name)})->R"
+        answers = (calls[number] for number in reversed(op.calls) if op.name in calls[number].outputs.values())
+        call = next(answers, None)
         if op.name not in dims:
             continue
-        for number in reversed(op.calls):
-            call = calls[number]
+        if call is not None:
             paths = [path for path, value in call.outputs.items() if value == op.name]
-            for path in paths if (number, paths[0] if paths else "") not in ends else ():
-                found[call.fqn][path] = f"S({dims[op.name]})->R"
-            if paths:
-                break
+            found[call.fqn] |= {f"returns:{path}": whole for path in paths if (call.id, path) not in ends}
+        elif op.name in takers:
+            taker = takers[op.name]
+            found[taker.fqn] |= {f"takes:{path}": whole for path, value in taker.inputs.items() if value == op.name}
     return found

@@ -56,7 +56,8 @@ class Stretches:
     Attributes:
         dims: the cut dim of each, by value; negative.
         conversions: in place of those at the same boundary; ``kind`` is ``""`` where there is none while they are cut.
-        returns: conversion by output path, by module, of what the model may hand out.
+        returns: conversion by ``returns:`` and output path or ``takes:`` and argument, by module, of what the model may
+            hand out.
         parameters: those that work on the rank's part of the sequence: their gradients are partial.
         arguments: arguments of the model, with the dim, whose length tp must divide.
         notes: what was given up, one sentence each.

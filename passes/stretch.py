@@ -8,15 +8,15 @@ A stretch begins where a partial sum is reduced (``P->S`` for ``P->R``), or wher
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Op
+from autoshard.passes.along import Along
 from autoshard.passes.draws import draw_homes
-from autoshard.passes.factors import Factor, find, leaves
+from autoshard.passes.factors import Factor
 from autoshard.passes.readers import Readers
 from autoshard.passes.rules import SHAPED
-from autoshard.passes.rules.opaque import OPAQUE
 from autoshard.passes.states import Conversion, Placed, State
 
 _WHOLE = "what follows needs all of the sequence"
@@ -58,14 +58,12 @@ class Finder:
 
     def __post_init__(self) -> None:
         placed, chosen = self.placed, self.placed.chosen
-        self.factored, self.index = chosen.factored, chosen.index
+        self.index = chosen.index
         self.traced = chosen.factored.traced
         self.calls: dict[int, Call] = {call.id: call for call in self.traced.calls}
         self.returned = {output.value for output in self.traced.outputs}
-        self._leaves = set(leaves(self.sequence))
-        self._blocking = {block.op for leaf in self._leaves for block in leaf.blocks}
-        self._dims: dict[str, int | None] = {}
-        self._holds: dict[str, bool] = {}
+        self.along = Along(chosen, self.sequence)
+        self.dim, self.holds = self.along.dim, self.along.holds
         self.entries: dict[str, list[Conversion]] = defaultdict(list)
         self.others: dict[str, list[Conversion]] = defaultdict(list)
         self.taken = {(c.call, c.side, c.path) for c in placed.conversions}
@@ -77,7 +75,7 @@ class Finder:
     def run(self, banned: frozenset[str | tuple[int, str]]) -> Found:
         """Return the stretches without some values: cut nowhere, or, as ``(call, value)``, not where they enter it."""
         self.banned = banned
-        self.members = {op.name for op in self.traced.ops if op.name not in banned and self._carries(op)}
+        self.members = {op.name for op in self.traced.ops if op.name not in banned and self._is_member(op)}
         self.sources = {
             value: found[0]
             for value, found in self.others.items()
@@ -88,9 +86,7 @@ class Finder:
         conversions: list[Conversion] = []
         for value in self._cut():
             conversions += self._ends(value) or ()
-        conversions += [
-            replace(c, kind=f"P->S({self.dim(value)})", why=_SUM) for value, c in self.sources.items()
-        ]
+        conversions += [replace(c, kind=f"P->S({self.dim(value)})", why=_SUM) for value, c in self.sources.items()]
         for value in self._entered():
             conversions += self._entry(value)[0]
         dims = {value: self.dim(value) for value in self._cut()}
@@ -100,47 +96,21 @@ class Finder:
             frozenset(self.parameters.of(self.index.ops[name] for name in self.members)),
         )
 
-    # ---- what an op does to the sequence
-    def dim(self, value: str) -> int | None:
-        """Return the one dim, counted from the end, that is the sequence; None where it is in none, or elsewhere too.
-
-        Of several tensors, the first one's, and each must have one.
-        """
-        if value not in self._dims:
-            each = [self._dim(dims) for dims in self.factored.tensors(value)]
-            self._dims[value] = each[0] if each and None not in each else None
-        return self._dims[value]
-
-    def _dim(self, dims: Sequence[Factor]) -> int | None:
-        found = [i - len(dims) for i, dim in enumerate(dims) if find(dim) is self.sequence]
-        rest = (leaf for dim in dims if find(dim) is not self.sequence for leaf in leaves(dim))
-        return found[0] if len(found) == 1 and self._leaves.isdisjoint(rest) else None
-
-    def holds(self, value: str) -> bool:
-        """Whether a value has the sequence in it, or a part of it."""
-        if value not in self._holds:
-            every = (leaf for dims in self.factored.tensors(value) for dim in dims for leaf in leaves(dim))
-            self._holds[value] = not self._leaves.isdisjoint(every)
-        return self._holds[value]
-
-    def _carries(self, op: Op) -> bool:
-        """Whether an op treats the sequence as it would a batch: the slice of its result is that of a slice."""
-        states = self.placed.states
-        if op.target == OPAQUE or op.mutates or op.name in self._blocking or self.others.get(op.name):
-            return False
-        if any(states.get(name) is not State.R for name in (op.name, *op.refs())):
-            return False
-        if any(not self._leaves.isdisjoint(leaves(f)) for f, _ in self.index.contracting.get(op.name, ())):
-            return False
-        given = [name for name in op.refs() if self.holds(name)]
-        return bool(given) and all(self.dim(name) is not None for name in (op.name, *given))
-
+    # ---- what can be on a stretch
     def _many(self, value: str) -> bool:
         op = self.index.ops.get(value)
         return op is not None and isinstance(op.result, tuple)
 
+    def _is_member(self, op: Op) -> bool:
+        """Whether an op between regions carries the sequence."""
+        states = self.placed.states
+        whole = all(states.get(name) is State.R for name in (op.name, *op.refs()))
+        written = op.name in self.along.written or not self.along.written.isdisjoint(op.refs())
+        return whole and not written and not self.others.get(op.name) and self.along.carries(op)
+
     def _is_source(self, value: str, c: Conversion) -> bool:
-        once = self.dim(value) is not None and self.placed.states.get(value) is State.R
+        once = self.dim(value) is not None and value not in self.along.written
+        once = once and self.placed.states.get(value) is State.R
         return c.kind == "P->R" and c.side != "inside" and once
 
     # ---- shrink until every end has a place
@@ -160,13 +130,26 @@ class Finder:
         return [op for op in self.index.users[value] if op.name in self.members]
 
     def _shrink(self) -> bool:
-        """Take out what has no place for a conversion; say whether anything was."""
+        """Take out what has no place for a conversion; say whether anything was.
+
+        What an op itself forbids comes first, and ends are judged from the last value on: a use that is not cut is an
+        end like others, so each value is judged by uses that stay.
+        """
         out = {op.name for op in self._ops() if not self._supported(op)}
-        out |= {value for value in self._cut() if value not in out and self._ends(value) is None}
+        out |= self.parameters.torn(self.members - out, self.index.ops) | self._torn_draws()
+        if out:
+            return self._take_out(out)
         for value in self._entered():
-            out.update(op.name for op in self._entry(value)[1])
-        out |= self.parameters.torn(self.members, self.index.ops)
-        out |= self._torn_draws()
+            out |= {op.name for op in self._entry(value)[1]}
+        if out:
+            return self._take_out(out)
+        found = False
+        for value in reversed(self._cut()):
+            if self._ends(value) is None:
+                found = self._take_out({value})
+        return found
+
+    def _take_out(self, out: set[str]) -> bool:
         self.members -= out
         for value in out:
             self.sources.pop(value, None)
@@ -204,10 +187,7 @@ class Finder:
         for group in {id(group): group for group in joined.values()}.values():
             if not group & self.members or not self._pays(group):
                 out |= group
-        self.members -= out
-        for value in out:
-            self.sources.pop(value, None)
-        return bool(out)
+        return self._take_out(out)
 
     def _pays(self, group: set[str]) -> bool:
         """Whether a stretch is worth its ends.
@@ -219,8 +199,9 @@ class Finder:
         whole = [name for name in self._entered() if name in group]
         ends = [c for name in self._cut() if name in group for c in self._ends(name) or ()]
         ends += [c for name in whole for c in self._entry(name)[0]]
-        partial = len({(c.value, c.share, c.share or c.call) for c in ends if c.kind.endswith("->V")})
-        return bool(sums) and 2 * sum(c.kind.startswith("R->") or c.kind.endswith("->R") for c in ends) <= len(sums) + partial
+        partial = len({(c.value, c.share or c.call) for c in ends if c.kind.endswith("->V")})
+        more = sum(c.kind.startswith("R->") or c.kind.endswith("->R") for c in ends)
+        return bool(sums) and 2 * more <= len(sums) + partial
 
     # ---- where a stretch ends
     def _ends(self, value: str) -> list[Conversion] | None:
@@ -259,13 +240,13 @@ class Finder:
         calls = user.calls if scope is None else user.calls[user.calls.index(scope) + 1 :]
         for number in calls:
             call = self.calls[number]
-            if value in call.inputs.values() and value not in call.outputs.values():
-                if not any(number in op.calls for op in inner):
-                    return number
+            passes = value in call.inputs.values() and value not in call.outputs.values()
+            if passes and not any(number in op.calls for op in inner):
+                return number
         return None
 
     def _whole_inside(self, value: str, number: int) -> Iterator[Conversion]:
-        """Yield what makes a value whole where it enters a call: at once with a partial gradient if it is in regions."""
+        """Yield what makes a value whole where it enters a call: with a partial gradient, if it is used in regions."""
         call, dim = self.calls[number], self.dim(value)
         inside = [c for c in self.entries[value] if c.side == "inputs" and self._within(c.call, number)]
         users = [u for u in self.index.users[value] if number in u.calls and u.target not in SHAPED]

@@ -23,6 +23,7 @@ from autoshard.ir import Traced, Untraced
 from autoshard.observed import fakes, observe
 from autoshard.outputs import answer, states, tensors
 from autoshard.passes.opaque import Opaque
+from autoshard.passes.spare import templates, uncalled
 from autoshard.passes.unroll import NotAlike, find_repeats, unroll
 from autoshard.quiet import quiet
 from autoshard.twin import Twin, make_twin
@@ -83,7 +84,7 @@ class Trace:
         trace = self
         while True:
             try:
-                return trace._once(model, lengths), trace
+                return self._with_uncalled(model, trace._once(model, lengths), trace, lengths)
             except Stopped as stop:
                 if not self._may_grow or (lengths and not stop.depends_on_values):
                     raise stop.error from stop
@@ -91,6 +92,22 @@ class Trace:
                 if opaque is None:
                     raise stop.error from stop
                 trace = replace(self, given=replace(stop.inputs, opaque=opaque))
+
+    def _with_uncalled(
+        self, model: nn.Module, traced: Traced, trace: Trace, lengths: Mapping[str, int]
+    ) -> tuple[Traced, Trace]:
+        """Trace again with the modules that the forward did not call, where there are some like those it did."""
+        pairs = uncalled(model, traced) if self._may_grow else {}
+        opaque = traced.inputs.opaque
+        observed = (opaque.observed or observe(model, traced.inputs)) if pairs else None
+        wanted = templates(model, pairs, observed) if observed is not None else {}
+        if not wanted:
+            return traced, trace
+        more = replace(self, given=replace(traced.inputs, opaque=replace(opaque, observed=observed, spare=wanted)))
+        try:
+            return more._once(model, lengths), more
+        except Stopped:
+            return traced, trace
 
     @property
     def _may_grow(self) -> bool:
@@ -106,9 +123,8 @@ class Trace:
         inputs = example_inputs(twin.model, self.given)
         if self.tracker is not None:
             self.tracker.prepare(twin.model)
-        if inputs.opaque is not None:
-            inputs.opaque.install(twin.model, model)
-        return _trace(model, twin, inputs, self.after, self.tracker)
+        around = nullcontext() if inputs.opaque is None else inputs.opaque.install(twin.model, model)
+        return _trace(model, twin, inputs, self.after, self.tracker, around)
 
 
 class Follower(Protocol):
@@ -161,7 +177,10 @@ class _Flat(nn.Module):
     """Calls the twin and returns its tensors in a flat list, so that any output class can be exported."""
 
     def __init__(
-        self, model: nn.Module, note: Callable[[list[tuple[str, bool]]], None], around: AbstractContextManager[Any]
+        self,
+        model: nn.Module,
+        note: Callable[[list[tuple[str, bool]]], None],
+        around: tuple[AbstractContextManager[Any], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         self.model = model
@@ -169,7 +188,7 @@ class _Flat(nn.Module):
         self.note = note  # export puts attributes back that a forward assigns: paths are handed out
 
     def forward(self, args: Any, kwargs: Any) -> list[Tensor]:
-        with self.around:
+        with self.around[0], self.around[1]:
             result = answer(self.model(*args, **kwargs))
         found = [(path, tensor, False) for path, tensor in tensors(result)]
         found += [(path, tensor, True) for path, tensor in states(result)]
@@ -183,6 +202,7 @@ def _trace(
     inputs: ExampleInputs,
     after: Callable[[str, Any], Any] | None,
     tracker: Follower | None,
+    around: AbstractContextManager[Any],
 ) -> Traced:
     calls = CallRecorder(twin.model, after)
     paths: list[tuple[str, bool]] = []
@@ -192,7 +212,7 @@ def _trace(
 
     if tracker is not None:
         tracker.recorder = calls.recorder
-    flat = _Flat(twin.model, note, tracker.mode() if tracker is not None else nullcontext())
+    flat = _Flat(twin.model, note, (tracker.mode() if tracker is not None else nullcontext(), around))
     args, kwargs = fakes((inputs.args, inputs.kwargs), twin)
     handles = calls.attach()
     try:
@@ -244,6 +264,9 @@ def _assumptions(opaque: Opaque) -> Iterator[str]:
     if opaque.guesses:
         some = ", ".join(fold_names(name or "the model" for name in opaque.guesses))
         yield f"code that asks for the values of tensors was followed with made-up ones: {some}"
+    if opaque.spare:
+        some = ", ".join(fold_names(opaque.spare))
+        yield f"not called in the trace, and planned like modules of their class that are: {some}"
 
 
 def _trace_error(error: Exception) -> TraceError:

@@ -14,6 +14,7 @@ from sympy.polys.rings import PolyElement
 
 from autoshard.dtypes import dtype_bytes
 from autoshard.passes.extents import Extents, at
+from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.profile import Profile
 from autoshard.passes.states import Conversion, Placed
 from autoshard.passes.weights import Bytes, share
@@ -38,8 +39,9 @@ SENDS: Mapping[str, tuple[str | None, str | None]] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent over tp for activations in one step: forward, backward, and forward once more in a block that is
-    recomputed. Sizes are bytes: of the input of an all-reduce or reduce-scatter, of the output of an all-gather.
+    """What is sent over tp for activations in one step.
+
+    Sizes are bytes: of the input of an all-reduce or reduce-scatter, of the output of an all-gather.
 
     Attributes:
         op: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
@@ -62,42 +64,38 @@ def activations(placed: Placed, profile: Profile, main: str, workload: Workload)
         workload: for the dtype of activations.
     """
     extents = Extents.of(placed)
-    metas = placed.chosen.factored.traced.metas()
+    index = placed.chosen.index
+    blocks = frozenset(unit.module for unit in profile.units if unit.block)
+    untouched = {s.name for s in placed.chosen.factored.traced.sources if not s.trainable}
     found: list[Sent] = []
     entered: set[tuple[str, str | None]] = set()
     for conversion in placed.in_training():
         forward, backward = SENDS[_DIM.sub("", conversion.kind)]
-        meta = metas[conversion.value]
+        meta = index.metas[conversion.value]
         element = dtype_bytes(workload.dtype if meta.dtype == main else meta.dtype)
         size = extents.numel(conversion.value, whole=True) * element
         shared = (conversion.value, conversion.share) in entered and conversion.share is not None
         if shared and conversion.kind.startswith("S"):
             continue
         if forward is not None:
-            found.append(Sent(forward, size, _again(placed, profile, conversion)))
+            found.append(Sent(forward, size, _again(conversion, index, profile.again, blocks)))
         elif (conversion.value, conversion.share) in entered and conversion.kind.startswith("R->V"):
             continue
-        if backward is not None and _takes_gradient(placed, conversion):
+        if backward is not None and conversion.value not in untouched:  # backward does not reach such an input
             entered.add((conversion.value, conversion.share))
             found.append(Sent(backward, size, False))
     return tuple(found)
 
 
-def _again(placed: Placed, profile: Profile, conversion: Conversion) -> bool:
+def _again(conversion: Conversion, index: Occurrences, again: frozenset[str], blocks: frozenset[str]) -> bool:
     """Whether a block that is run again in backward converts once more; what is done at its own boundary is not."""
-    blocks = {unit.module for unit in profile.units if unit.block}
     outer = conversion.fqn.rpartition(".")[0]
     while outer and outer not in blocks:
         outer = outer.rpartition(".")[0]
     if not outer or conversion.fqn in blocks:
         return False
-    inside = any(op.name == conversion.value for op in placed.chosen.factored.traced.ops if op.module.startswith(outer))
-    return conversion.value in profile.again or not inside
-
-
-def _takes_gradient(placed: Placed, conversion: Conversion) -> bool:
-    """Whether backward reaches a value: not so for an input that asks for no gradient."""
-    return all(s.name != conversion.value or s.trainable for s in placed.chosen.factored.traced.sources)
+    made = index.ops.get(conversion.value)
+    return conversion.value in again or made is None or not made.module.startswith(outer)
 
 
 def collectives(

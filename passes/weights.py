@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sympy.polys.rings import PolyElement
 
 from autoshard.dtypes import dtype_bytes
-from autoshard.ir import Tensor
+from autoshard.ir import Tensor, Traced
 from autoshard.passes.extents import RING, U
 from autoshard.passes.states import Placed
 from autoshard.plans import Workload
@@ -80,6 +80,14 @@ def members(units: Sequence[str], parameters: Iterable[Tensor]) -> list[tuple[st
             home = home.rpartition(".")[0]
         found[home if home in found else ""].append(tensor.fqn)
     return [tuple(found[unit]) for unit in units]
+
+
+def main_dtype(traced: Traced) -> str:
+    """Return the dtype of most parameter bytes."""
+    sizes: dict[str, int] = {}
+    for parameter in traced.parameters:
+        sizes[parameter.meta.dtype] = sizes.get(parameter.meta.dtype, 0) + parameter.meta.numel
+    return max(sizes, key=lambda d: sizes[d], default="float32")
 
 
 def weights(placed: Placed, units: Sequence[str]) -> dict[str, tuple[Weight, ...]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from autoshard.dtypes import dtype_bytes
 from autoshard.ir import Meta
 from autoshard.passes.factors import Factor, count
 from autoshard.passes.occurrence import Occurrences
@@ -37,8 +36,7 @@ def too_small(index: Occurrences, leaves: frozenset[Factor], touched: Iterable[s
         touched: values that hold a cut dim.
         saved_bytes: parameter bytes that are divided.
     """
-    total = sum(math.prod(p.meta.shape) * dtype_bytes(p.meta.dtype) for p in index.parameter.values())
-    if saved_bytes > SMALL * total:
+    if saved_bytes > SMALL * index.parameter_bytes:
         return None
     products, moved = _traffic(index, leaves, set(touched))
     if not moved or products / moved > BREAK_EVEN:

@@ -33,6 +33,78 @@ class HitExperts(nn.Module):
         return out.view_as(x)
 
 
+class StackedExperts(nn.Module):
+    """All experts in two parameters, of which each chosen expert takes its own by number; rows of others pass."""
+
+    def __init__(self, experts: int = 4, inner: int = 16, chosen: int = 2, idle: int = 0) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts + idle, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 2 * inner, WIDTH) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, inner) * inner**-0.5)
+        self.experts, self.chosen = experts, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, index = self.gate(rows).softmax(-1).topk(self.chosen, dim=-1)
+        return self.mixed(rows, weights, index).view_as(x)
+
+    def mixed(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        if index.numel() == 0:
+            return out
+        mask = F.one_hot(index, self.gate.out_features).permute(2, 1, 0)
+        for hit in (mask.sum((-1, -2)) > 0).nonzero():
+            expert = int(hit.item())
+            slot, row = torch.where(mask[expert])
+            if row.numel() == 0:
+                continue
+            mine = rows[row]
+            if expert >= self.experts:
+                done = mine
+            else:
+                one, two = F.linear(mine, self.up[expert]).chunk(2, dim=-1)
+                done = F.linear(F.silu(one) * two, self.down[expert])
+            out.index_add_(0, row, done * weights[row, slot, None])
+        return out
+
+
+class PlainStackedExperts(StackedExperts):
+    """No row passes an expert by."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for expert in index.unique().tolist():
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            one, two = F.linear(rows[row], self.up[expert]).chunk(2, dim=-1)
+            out.index_add_(0, row, F.linear(F.silu(one) * two, self.down[expert]) * weights[row, slot, None])
+        return out
+
+
+class BranchingExperts(PlainStackedExperts):
+    """Which of two ways the rows of an expert go depends on their values."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        out = super().mixed(rows, weights, index)
+        if bool(rows.sum() > 0):
+            return out
+        return out + rows
+
+
+class MixedUp(StackedExperts):
+    """What is cut for one expert goes through a norm for another: only some of them can see that."""
+
+    def mixed(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for expert in index.unique().tolist():
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            hidden = F.linear(rows[row], self.up[expert])
+            if expert == 3:
+                hidden = F.layer_norm(hidden, hidden.shape[-1:])
+            one, two = hidden.chunk(2, dim=-1)
+            out.index_add_(0, row, F.linear(F.silu(one) * two, self.down[expert]) * weights[row, slot, None])
+        return out
+
+
 class Literal(Mlp):
     """An expert with the width of a cut in its code."""
 
@@ -153,3 +225,77 @@ class Answers(nn.Module):
     @staticmethod
     def _each(*values: Tensor) -> Iterator[Tensor]:
         yield from values
+
+
+class TwoKinds(nn.Module):
+    """Rows of the second kind have a feed-forward of their own, of another size: not called where there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = Mlp(WIDTH, 48), Mlp(WIDTH, 16), Norm(WIDTH)
+
+    def forward(self, x: Tensor, second: Tensor | None = None) -> Tensor:
+        y = self.first(x) if second is None else torch.where(second[..., None], self.second(x), self.first(x))
+        return self.norm(x + y)  # type: ignore[no-any-return]
+
+
+class Held(nn.Module):
+    """The weights of all experts, one below the other, and what is done with those of one."""
+
+    def __init__(self, experts: int, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts * inner, WIDTH) * WIDTH**-0.5)
+        self.down = nn.Parameter(torch.randn(experts * inner, WIDTH) * inner**-0.5)
+
+    def forward(self, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.silu(x @ up.T) @ down
+
+
+class FlatExperts(nn.Module):
+    """Experts in matrices of another module, taken out of a view by a tensor's own number."""
+
+    def __init__(self, experts: int = 4, inner: int = 16) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.held = Held(experts, inner)
+        self.shape, self.experts = (-1, inner, WIDTH), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, index = self.gate(rows).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(rows)
+        mask = F.one_hot(index, self.experts).permute(2, 1, 0)
+        for hit in (mask.sum((-1, -2)) > 0).nonzero():
+            slot, row = torch.where(mask[hit[0]])
+            up, down = (weight.view(self.shape)[hit[0]] for weight in (self.held.up, self.held.down))
+            out.index_add_(0, row, self.held(rows[row], up, down) * weights[row, slot, None])
+        return out.view_as(x)
+
+
+class Ragged(nn.Module):
+    """Works on pieces of its rows, as long as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pieces = [piece - piece.mean(0) for piece in F.silu(self.up(x)).split(lengths.tolist())]
+        return self.down(torch.cat(pieces))  # type: ignore[no-any-return]
+
+
+class Crossed(Mlp):
+    """Takes a second stream, if it is given one."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x if other is None else other))  # type: ignore[no-any-return]
+
+
+class SometimesCrossed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = Crossed(WIDTH, 48), Crossed(WIDTH, 48), Norm(WIDTH)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = self.norm(x + self.first(x))
+        return x if other is None else self.second(x, self.norm(other))  # type: ignore[no-any-return]

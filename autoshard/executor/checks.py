@@ -25,6 +25,8 @@ from autoshard.paths import Argument
 from autoshard.plans import AXES, ModulePlan, Plan, TensorPlan
 
 MARK = "_autoshard"
+#: What a module's plan for a cut sequence speaks of.
+SIDES = ("inputs", "outputs", "returns", "takes")
 
 
 def check(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -173,11 +175,12 @@ def _check_boundary(module: nn.Module, module_plan: ModulePlan, fqn: str) -> Non
             Conversion.parse(text)
     for key, text in module_plan.sequence.items():
         side, _, path = key.partition(":")
-        if side not in ("inputs", "outputs", "returns"):
+        if side not in SIDES or (side in ("inputs", "takes") and not path):
+            allowed = ", ".join(f"{one}:" for one in SIDES)
             raise InvalidArgument(
-                f"nothing is converted at {key!r}", at=fqn, got=f"{key!r}; allowed: inputs:, outputs: or returns:, a path"
+                f"nothing is converted at {key!r}", at=fqn, got=f"{key!r}; allowed: {allowed} and a path"
             )
-        if side == "inputs":
+        if side in ("inputs", "takes"):
             Argument(module, path, fqn)
         if text:
             Conversion.parse(text)

@@ -24,7 +24,7 @@ from autoshard.errors import InvalidArgument
 from autoshard.executor.agree import has_peers
 from autoshard.executor.collectives import Axis
 from autoshard.executor.forward import Forward
-from autoshard.executor.sequence import Sequence
+from autoshard.executor.sequence import CutSequence
 from autoshard.plans import AXES, SEQUENCE
 
 KINDS = ("per_rank", "shared", SEQUENCE)
@@ -67,7 +67,7 @@ def one_stream(mesh: DeviceMesh) -> None:
             generator.manual_seed(mixed(_number(generator), data))
 
 
-def draw(module: nn.Module, kind: str, axis: Axis, sequence: Sequence | None = None) -> None:
+def draw(module: nn.Module, kind: str, axis: Axis, sequence: CutSequence | None = None) -> None:
     """Let ``module`` draw on a rank's own stream (``per_rank``; ``sequence``: while that is cut) or the common one."""
     Drawing(module, kind, axis, sequence).install()
 
@@ -81,7 +81,7 @@ class Drawing(Forward):
         sequence: whether the sequence is cut; None where the plan never cuts it.
     """
 
-    def __init__(self, module: nn.Module, kind: str, axis: Axis, sequence: Sequence | None = None) -> None:
+    def __init__(self, module: nn.Module, kind: str, axis: Axis, sequence: CutSequence | None = None) -> None:
         super().__init__(module)
         self.kind = kind
         self.axis = axis

@@ -26,7 +26,7 @@ from autoshard import replace
 from autoshard.errors import InvalidArgument, NotDistributed, Unusable
 from autoshard.executor.agree import Unanimous, equalise, gather
 from autoshard.executor.checks import MARK, check
-from autoshard.executor.collectives import Axis
+from autoshard.executor.collectives import Axis, Conversion
 from autoshard.executor.drawing import one_stream
 from autoshard.executor.gradsum import Sync, UnitSums
 from autoshard.executor.loading import hold_in_parts
@@ -34,13 +34,14 @@ from autoshard.executor.masters import widen
 from autoshard.executor.match import buffer_plans, parameter_plans
 from autoshard.executor.returned import Returned
 from autoshard.executor.scalars import replicate_scalars
-from autoshard.executor.sequence import Sequence
+from autoshard.executor.sequence import CutSequence
 from autoshard.executor.settings import check_attributes, set_attributes
 from autoshard.executor.share import Slot, common_parent
 from autoshard.executor.styles import InsideCode, ModuleStyle, Placed
 from autoshard.executor.training import PLAIN, Training
 from autoshard.executor.units import Units, shard
 from autoshard.executor.watch import watch
+from autoshard.paths import Argument
 from autoshard.plans import AXES, ModulePlan, Plan
 
 
@@ -139,7 +140,7 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     """Hold every parameter as a DTensor on the tp mesh, and convert at the boundaries."""
     mesh = applied.mesh[AXES[2]]
     axis, slots = Axis(mesh), _slots(model, applied.plan)
-    sequence = Sequence(axis, applied.plan.sequence) if applied.plan.sequence else None
+    sequence = CutSequence(axis, applied.plan.sequence) if applied.plan.sequence else None
     styles = {fqn: s for fqn, s in _styles(model, applied, axis, slots, sequence).items() if fqn not in leave}
     # a token of a key is a pattern to torch: names are taken literally
     keys: dict[str, ParallelStyle] = {
@@ -148,9 +149,11 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     replace.apply(model, applied.plan.replacements)
     set_attributes(model, applied.plan, InsideCode(axis, slots))
     parallelize_module(model, mesh, keys, src_data_rank=None)
+    boundaries = {fqn: one for fqn, one in _boundaries(model, applied.plan).items() if fqn not in leave}
+    _watch_returned(model, boundaries, axis, sequence)
     if sequence is not None:
-        sequence.install(model)
-    _watch_returned(model, {f: b for f, b in _boundaries(model, applied.plan).items() if f not in leave}, axis, sequence)
+        texts = [text for one in boundaries.values() for text in one.sequence.values()]
+        sequence.install(model, {Conversion.parse(text).dim for text in texts if "S(" in text})
     used = [sums for sums in {id(style.sums): style.sums for style in styles.values()}.values() if sums.owners]
     for sums in used:
         sums.install()
@@ -161,15 +164,18 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
 
 
 def _watch_returned(
-    model: nn.Module, boundaries: Mapping[str, ModulePlan], axis: Axis, sequence: Sequence | None
+    model: nn.Module, boundaries: Mapping[str, ModulePlan], axis: Axis, sequence: CutSequence | None
 ) -> None:
     """Make whole what the model hands out while it is not."""
     returned = Returned(axis)
-    in_training = {f: _part(one.sequence, "returns:") for f, one in boundaries.items() if sequence is not None}
     for fqn, one in boundaries.items():
-        returned.watch(model.get_submodule(fqn), fqn, one.returns)
-        returned.watch(model.get_submodule(fqn), fqn, in_training.get(fqn, {}), sequence)
-    if any(in_training.values()) or any(one.returns for one in boundaries.values()):
+        module = model.get_submodule(fqn)
+        returned.watch(module, fqn, one.returns)
+        if sequence is not None:
+            returned.watch(module, fqn, _part(one.sequence, "returns:"), sequence)
+            for path, conversion in _part(one.sequence, "takes:").items():
+                returned.watch_argument(module, Argument(module, path, fqn), conversion, sequence)
+    if returned.watches:
         returned.install(model)
 
 
@@ -183,7 +189,7 @@ def _boundaries(model: nn.Module, plan: Plan) -> dict[str, ModulePlan]:
 
 
 def _styles(
-    model: nn.Module, applied: Applied, axis: Axis, slots: Mapping[str, Slot], sequence: Sequence | None
+    model: nn.Module, applied: Applied, axis: Axis, slots: Mapping[str, Slot], sequence: CutSequence | None
 ) -> dict[str, ModuleStyle]:
     plan = applied.plan
     boundaries, placed = _boundaries(model, plan), Placed()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from autoshard._torch import in_backward
 from autoshard.errors import InvalidArgument
 from autoshard.executor.collectives import Axis, Conversion
-from autoshard.executor.sequence import Sequence
+from autoshard.executor.sequence import CutSequence
 from autoshard.outputs import tensors
-from autoshard.paths import split, update
+from autoshard.paths import Argument, split, update
 
 REFUSED = "refuse"
 
@@ -28,18 +28,28 @@ class Returned:
 
     Attributes:
         axis: the tp axis.
+        watches: whether there is anything to note.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self.watches = False
         self._noted: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}
 
     def watch(
-        self, module: nn.Module, fqn: str, returns: Mapping[str, str], sequence: Sequence | None = None
+        self, module: nn.Module, fqn: str, returns: Mapping[str, str], sequence: CutSequence | None = None
     ) -> None:
         """Note what ``module`` returns at each path of ``returns``; given a sequence, only while that is cut."""
         if returns:
+            self.watches = True
             module.register_forward_hook(_Note(self, fqn, dict(returns), sequence))
+
+    def watch_argument(self, module: nn.Module, argument: Argument, conversion: str, sequence: CutSequence) -> None:
+        """Note what ``module`` is given, while the sequence is cut, before it is converted."""
+        self.watches = True
+        module.register_forward_pre_hook(
+            _NoteArgument(self, argument, conversion, sequence), prepend=True, with_kwargs=True
+        )
 
     def install(self, model: nn.Module) -> None:
         """Convert what the model returns of it; forget it when a forward ends."""
@@ -80,16 +90,17 @@ class Returned:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Returned:
         memo[id(self)] = made = Returned(self.axis)
+        made.watches = self.watches
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"axis": self.axis, "_noted": {}}
+        return {"axis": self.axis, "watches": self.watches, "_noted": {}}
 
 
 class _Note:
     """A forward hook that notes outputs of one module."""
 
-    def __init__(self, returned: Returned, fqn: str, returns: dict[str, str], sequence: Sequence | None) -> None:
+    def __init__(self, returned: Returned, fqn: str, returns: dict[str, str], sequence: CutSequence | None) -> None:
         self.returned = returned
         self.fqn = fqn
         self.returns = returns
@@ -105,3 +116,23 @@ class _Note:
         for path, tensor in tensors(answer):
             if path in self.returns:
                 self.returned.note(tensor, self.returns[path], f"{self.fqn or 'the model'}, answer {path}".rstrip())
+
+
+class _NoteArgument:
+    """A forward pre-hook that notes one argument of a module."""
+
+    def __init__(self, returned: Returned, argument: Argument, conversion: str, sequence: CutSequence) -> None:
+        self.returned = returned
+        self.argument = argument
+        self.conversion = conversion
+        self.sequence = sequence
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note it, if it is given."""
+        if not in_backward() and self.sequence.is_cut(self.argument.at):
+            self.argument.update(args, kwargs, self._note)
+
+    def _note(self, value: Tensor) -> Tensor:
+        self.returned.note(value, self.conversion, self.argument.at)
+        return value

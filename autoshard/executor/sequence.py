@@ -8,7 +8,8 @@ through conversions of a whole sequence is refused: parameters between regions w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from autoshard._torch import in_backward
 from autoshard.errors import InvalidArgument
 from autoshard.executor.collectives import Axis
+from autoshard.outputs import tensors
 from autoshard.paths import Argument
 
 _HELP = "call the model itself, or plan with --no-sequence-parallel"
 
 
-class Sequence:
+class CutSequence:
     """Whether the sequence is cut right now.
 
     Attributes:
@@ -34,15 +36,22 @@ class Sequence:
         self.axis = axis
         self.dims = dict(dims)
         self._running: list[bool] = []
+        self._lengths: set[int] = set()
 
-    def install(self, model: nn.Module) -> None:
-        """Decide at the start of each forward of ``model``, before anything else.
+    def install(self, model: nn.Module, cut: Iterable[int]) -> None:
+        """Decide at the start of each forward of ``model``, before anything else; call it after all other hooks.
+
+        Args:
+            model: the model.
+            cut: the dims, counted from the end, that values between regions are cut along.
 
         Raises:
             PlanMismatch: its forward has no such argument.
         """
         self._arguments = [(Argument(model, path, ""), dim) for path, dim in self.dims.items()]
+        self._cut = frozenset(cut)
         model.register_forward_pre_hook(self.begin, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.check_answer)
         model.register_forward_hook(self.end, always_call=True)
 
     def guard(self, module: nn.Module, fqn: str) -> None:
@@ -57,16 +66,39 @@ class Sequence:
         """
         cut = torch.is_grad_enabled()
         self._running.append(cut)
+        self._lengths.clear()
         for argument, dim in self._arguments if cut else ():
-            argument.update(args, kwargs, lambda value, argument=argument, dim=dim: self._check(value, argument, dim))
+            argument.update(args, kwargs, partial(self._check, argument=argument, dim=dim))
 
     def end(self, module: nn.Module, args: Any, answer: Any) -> None:
         """Forget; a forward hook of the model."""
         if self._running:
             self._running.pop()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def check_answer(self, module: nn.Module, args: Any, answer: Any) -> None:
+        """Refuse an answer with a rank's part of the sequence in it; a forward hook of the model.
+
+        What modules return and are given is made whole before. What the model's own code made, and did not return when
+        it was traced, shows by a length alone: that of a part where values are cut, and of no whole sequence.
+
+        Raises:
+            InvalidArgument: there is one.
+        """
+        parts = {length // self.axis.size for length in self._lengths}
+        for path, tensor in tensors(answer) if self._running and self._running[-1] else ():
+            places = (dim for dim in self._cut if tensor.dim() > 2 and -dim <= tensor.dim())
+            if any(tensor.shape[dim] in parts for dim in places) and self._lengths.isdisjoint(tensor.shape):
+                raise InvalidArgument(
+                    f"the model returns a rank's part of the sequence: {path or 'its answer'}",
+                    at="the model",
+                    got=f"shape {tuple(tensor.shape)}; allowed: a length of {', '.join(map(str, self._lengths))}",
+                    help="plan with example_inputs that ask for it, or with --no-sequence-parallel",
+                )
+
     def _check(self, value: Tensor, argument: Argument, dim: int) -> Tensor:
         length, size = value.shape[dim], self.axis.size
+        self._lengths.add(length)
         if length % size:
             raise InvalidArgument(
                 f"cannot cut a sequence of {length} over {size} tensor-parallel ranks",
@@ -103,7 +135,7 @@ class Sequence:
 class Guard:
     """A forward pre-hook of a module whose parameters have partial gradients while the sequence is cut."""
 
-    def __init__(self, sequence: Sequence, fqn: str) -> None:
+    def __init__(self, sequence: CutSequence, fqn: str) -> None:
         self.sequence = sequence
         self.fqn = fqn
 
@@ -122,7 +154,7 @@ class InBothModes:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: CutSequence,
         at: str,
         whole: Callable[[Tensor], Tensor] | None,
         cut: Callable[[Tensor], Tensor] | None,

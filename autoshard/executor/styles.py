@@ -27,7 +27,7 @@ from autoshard.executor.gradsum import UnitSums
 from autoshard.executor.held import Held, hold
 from autoshard.executor.loading import CutBuffer
 from autoshard.executor.lookup import RowCutTable
-from autoshard.executor.sequence import InBothModes, Sequence
+from autoshard.executor.sequence import CutSequence, InBothModes
 from autoshard.executor.share import Slot
 from autoshard.executor.slices import view_of
 from autoshard.paths import Argument, Change, split, update
@@ -66,7 +66,7 @@ class ModuleStyle(ParallelStyle):
     sums: UnitSums
     slots: Mapping[str, Slot]
     placed: Placed
-    sequence: Sequence | None = None
+    sequence: CutSequence | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         helds, lists = {}, own_lists(module)
@@ -140,7 +140,7 @@ def install(
     axis: Axis,
     slots: Mapping[str, Slot],
     fqn: str,
-    sequence: Sequence | None = None,
+    sequence: CutSequence | None = None,
 ) -> None:
     """Register the hooks that convert at the module's boundary.
 

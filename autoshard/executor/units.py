@@ -101,7 +101,7 @@ def shard(
             mesh=mesh[AXES[0], AXES[1]],
             shard_placement_fn=lambda parameter: Shard(dims.get(id(parameter), 0)),
             ignored_params=scalars | outer.pop(unit) or None,
-            **({} if plan.reshard else {"reshard_after_forward": False}),
+            reshard_after_forward=None if plan.reshard else False,
             **policies(units.modules[unit] is model),
         )
 

@@ -97,6 +97,18 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
     assert Cluster.load(tmp_path / "cluster.toml") == cluster
 
 
+def test_what_drives_a_link(tmp_path: Path) -> None:
+    assert Cluster.of("H100-80").overlaps
+    assert not Cluster.of("CPU").overlaps
+    assert not Cluster.of("H100-80").sustained
+    cluster = Cluster.load(written(tmp_path, "overlaps = false\nsustained = true" + FULL))
+    assert (cluster.overlaps, cluster.sustained) == (False, True)
+    named = Cluster.load(written(tmp_path, 'device = "L40S"\noverlaps = false'))
+    assert named == replace(Cluster.of("L40S"), overlaps=False)
+    cluster.save(tmp_path / "again.toml")
+    assert replace(Cluster.load(tmp_path / "again.toml"), device=cluster.device) == cluster
+
+
 def test_a_known_device_survives_the_round_trip(tmp_path: Path) -> None:
     cluster = Cluster.of("B200", interconnect="100GB")
     cluster.save(tmp_path / "b200.toml")
@@ -114,6 +126,7 @@ def test_a_known_device_survives_the_round_trip(tmp_path: Path) -> None:
         ("memory_bytes = 1024", "memory_bytes = 1e9", "memory_bytes is 1000000000.0"),
         ("memory_bytes = 1024", "memory_bytes = true", "memory_bytes is True"),
         ("link_bandwidth = 1e9", "link_bandwidth = -1", "link_bandwidth is -1"),
+        ("link_latency = 1e-4", "link_latency = 1e-4\noverlaps = 1", "overlaps is 1"),
         ("link_bandwidth = 1e9", "link_bandwidth = inf", "link_bandwidth is inf"),
         ("link_bandwidth = 1e9", "link_bandwidth = '1e9'", "link_bandwidth is '1e9'"),
         ("devices_per_node = 2", "devices_per_node = 0", "devices_per_node is 0"),

@@ -14,12 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIBRARY = sorted(path for path in (ROOT / "autoshard").rglob("*.py") if "passes" not in path.parts)
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
-TORCH_FREE = ("autoshard", "autoshard.plans", "autoshard.report", "autoshard.diff", "autoshard.errors", "autoshard.ir")
+TORCH_FREE = tuple(f"autoshard{name}" for name in ("", ".plans", ".report", ".diff", ".errors", ".ir", ".cluster"))
 LEAVES = {
     "errors": set(),
     "plans": {"errors", "rewrite.record"},
     "ir": {"errors"},
     "words": {"plans"},
+    "devices": {"errors"},
+    "cluster": {"devices", "errors"},
     "rewrite/record": set(),
 }
 # what decides must not depend on what applies or shows

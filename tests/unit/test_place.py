@@ -105,11 +105,18 @@ class Unlike(nn.Module):
         return self.then(F.linear(F.relu(self.up(x)), self.down))
 
 
+def onto_written(y: Tensor) -> Tensor:
+    out = torch.zeros_like(y)
+    out[..., :2] = 1.0
+    return out.add_(y)
+
+
 UNLIKE: dict[str, Callable[[Tensor], Tensor]] = {
     "a number is added": lambda y: y + 1.0,
     "a number is written": lambda y: y.scatter(-1, torch.zeros(*y.shape[:-1], 1, dtype=torch.long), 2.0),
     "it is rounded": lambda y: y - torch.div(y, 0.1, rounding_mode="floor"),
     "it becomes an integer": lambda y: y + y.to(torch.long).to(y.dtype),
+    "it is added to zeros with numbers in them": onto_written,
     "it divides": lambda y: 1.0 / (2.0 + y * y),
 }
 

@@ -33,6 +33,7 @@ def test_times_become_rates() -> None:
     # an all-reduce sends 6 quarters of 4 MB in 3 ms: slower than 3 quarters in 1 ms
     assert cluster.link_bandwidth == pytest.approx(2e9)
     assert cluster.link_latency == pytest.approx(1e-4)
+    assert (cluster.overlaps, cluster.sustained) == (False, True)
     slower = cluster_of({**SECONDS, "all_gather": 1e-2}, 4, sizes)
     assert slower.link_bandwidth == pytest.approx(3e8)
 
@@ -48,7 +49,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(main, ["probe", "--processes", "2", "--out", str(path)])
     assert done.exit_code == 0, done.output
     cluster = Cluster.load(path)
-    assert cluster.devices_per_node == 2
+    assert (cluster.devices_per_node, cluster.overlaps, cluster.sustained) == (2, False, True)
     assert set(cluster.device.flops) == {"float64", "float32", "bfloat16", "float16"}
     assert 2**20 < cluster.device.memory_bytes < 2**50
     assert 0 < cluster.link_latency < 100

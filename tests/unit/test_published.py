@@ -1,0 +1,131 @@
+"""The published configurations: models of the published size, what is given to the planner, how a choice is judged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.plans import Mesh, MeshChoice
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("published")
+
+
+@pytest.fixture
+def row(benchmark: Any) -> Any:
+    return {row.row: row for row in benchmark.rows()}.__getitem__
+
+
+def choice(tp: int, speed: float = 1.0, fits: bool = True, shard: int = 8) -> MeshChoice:
+    return MeshChoice(Mesh(1, shard, tp), 1, "", fits, tokens_per_second=speed)
+
+
+def test_rows_are_whole(benchmark: Any) -> None:
+    rows = benchmark.rows()
+    assert len({row.row for row in rows}) == len(rows) == 35
+    assert {row.model for row in rows} == set(benchmark.MODELS)
+    for row in rows:
+        assert row.source
+        assert row.checkpointing in ("", "selective", "full")
+        assert row.precision in ("bf16", "fp8")
+        degrees = row.tp * row.pp * row.cp * max(row.dp_shard, 1)
+        assert row.world % degrees == 0, row
+        assert row.tp * row.pp * row.cp * row.dp_shard == row.world or row.dp_shard <= 1, row
+
+
+def test_models_are_of_the_published_size(benchmark: Any) -> None:
+    for name, model in benchmark.MODELS.items():
+        found = sum(p.numel() for p in model.on_meta().parameters()) / 1e9
+        printed = f"{model.billions:g}"
+        half_a_digit = 0.5 * 10.0 ** -len(printed.partition(".")[2])
+        assert abs(found - model.billions) <= max(0.02 * model.billions, half_a_digit), (name, found)
+
+
+def test_low_rank_layers_are_all_that_trains(benchmark: Any) -> None:
+    model = benchmark.MODELS["Llama-3-70B-LoRA"].on_meta()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in trained} == {"down", "up"}
+    assert len(trained) == 80 * 7 * 2
+
+
+def test_settings_hold_what_is_stated_and_nothing_of_the_answer(benchmark: Any, row: Any) -> None:
+    stated = benchmark.settings(row(3))
+    assert (stated["world"], stated["batch"], stated["sequence"]) == (256, 16, 8192)
+    assert (stated["checkpointing"], stated["masters"]) == ("full", "float32")
+    assert (stated["device"].device.name, stated["dp_shard"]) == ("H100-96", None)
+    assert "tp" not in stated
+    # no sharded data parallelism existed there; with ZeRO-1 there was some
+    assert benchmark.settings(row(303))["dp_shard"] == 1
+    assert benchmark.settings(row(20))["dp_shard"] is None
+    assert benchmark.settings(row(27))["mixed_precision"] is None
+    fp8, bf16 = (benchmark.settings(row(number))["device"].device for number in (14, 25))
+    assert fp8.flops["bfloat16"] == bf16.flops["float8"] > bf16.flops["bfloat16"]
+    assert benchmark.settings(row(13))["example_inputs"][0].shape[1] == benchmark.settings(row(13))["sequence"]
+
+
+@pytest.mark.parametrize(
+    ("number", "chosen", "said"),
+    [
+        (1, choice(1), "equal"),
+        (1, choice(2), "within one power of two"),
+        (1, choice(4), "off"),
+        (1, choice(1, fits=False), "off: nothing fits"),
+        (3, choice(8), "equal"),
+        (3, choice(4), "within one power of two"),
+        (3, choice(16), "within one power of two"),
+        (3, choice(2), "off"),
+        (33, choice(8, fits=False), "wants another axis"),
+        (33, choice(16), "wants another axis"),
+        (3, choice(64), "off"),
+        (33, choice(4), "equal"),
+        (33, choice(1), "off"),
+    ],
+)
+def test_verdicts(benchmark: Any, row: Any, number: int, chosen: MeshChoice, said: str) -> None:
+    assert benchmark.verdict(row(number), chosen, None) == said
+
+
+def test_the_row_that_must_rank_below(benchmark: Any, row: Any) -> None:
+    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 1.0)) == "equal"
+    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 3.0)) == "off"
+    assert benchmark.verdict(row(4), choice(8, 2.0), choice(8, 2.0)) == "off"
+    assert benchmark.verdict(row(4), choice(1, 2.0), None) == "off"
+
+
+def test_the_published_mesh_is_found(benchmark: Any, row: Any) -> None:
+    choices = [choice(1, 5.0), choice(8, 1.0, shard=8), choice(8, 2.0, shard=2), choice(8, 9.0, fits=False, shard=1)]
+    assert benchmark.as_published(row(4), choices) is choices[1]
+    # another axis: the best that fits with that tp
+    assert benchmark.as_published(row(35), choices) is choices[2]
+    assert benchmark.as_published(row(303), choices) is choices[3]
+    assert benchmark.as_published(row(3), choices[:1]) is None
+    assert benchmark.as_published(row(4), [replace(choices[1], total_bytes=0)]) is None
+
+
+def test_a_row_is_planned(benchmark: Any, row: Any) -> None:
+    found = benchmark.measure(row(30))
+    assert len(found) == len(benchmark._HEADER)
+    assert found[0] == 30
+    assert found[-1] == "equal"
+    assert "1 equal" in benchmark.summary([found])
+    # a refusal is told, and does not stop the page
+    refused = benchmark.measure(replace(row(30), world=0))
+    assert len(refused) == len(found)
+    assert str(refused[-1]).startswith("refused: ")
+
+
+def test_stored_rows_are_of_this_code(benchmark: Any, tmp_path: Path) -> None:
+    path, code = tmp_path / "meshes.jsonl", benchmark.version()
+    assert benchmark.known(path, None) == {}
+    lines = ({"row": 1, "version": code, "cells": [1]}, {"row": 2, "version": "old", "cells": [2]})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert benchmark.known(path, code) == {1: [1]}
+    assert benchmark.known(path, None) == {1: [1], 2: [2]}
