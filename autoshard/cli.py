@@ -109,6 +109,7 @@ _POSITIVE = click.IntRange(min=1)
     default=None,
     help="Cut the sequence over tp between regions, in training.",
 )
+@click.option("--logits", type=click.Choice(["whole", "sharded"]), help="What the model returns; whole where left out.")
 @click.option(
     "--override", "overrides", multiple=True, callback=_overrides, metavar="PATTERN=replicate", help="Pin modules."
 )

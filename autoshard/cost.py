@@ -11,7 +11,7 @@ Symbols. Bytes, seconds, elements; all of one rank.
     q, w       bytes of u's parameters as they are gathered, and of its gradients as they are reduced
     k, d, x    bytes of u's activations: kept for backward; of those, results of matmuls and attention; its arguments
     y          bytes backward of u needs at its worst moment beside those that are kept
-    v          elements of the logits, where the loss is computed outside of the model
+    v, c       elements of the logits, where the loss is computed outside of the model; bytes of it for each
     f, m, l    FLOPs of matmuls and attention, bytes moved, kernels, in one forward of u
     F, M       FLOP/s and bytes/s that the device sustains: ``MATMUL`` and ``MEMORY`` of its data sheet's
     n, b       ranks and payload bytes of a collective: the input of an all-reduce or reduce-scatter, or the output of
@@ -24,13 +24,15 @@ Memory.
     (2)  gradients   = sum over u of g / s                                          -> ``gradient_bytes``
     (3)  gathered    = q where s > 1 or the forward computes in another dtype       -> ``gathered_bytes``
     (4)  kept        = k; x + d under selective, x under full checkpointing of u    -> ``kept_bytes``
-    (5)  at the loss = kept of all u + gathered root + 12 v                         -> ``at_the_loss``
+    (5)  at the loss = kept of all u + gathered root + c v                          -> ``at_the_loss``
     (6)  in u        = kept of all before u + k + y + gathered root, u and the one before it + w of the one
                        after it + g / s of all after it                             -> ``in_backward``
     (7)  at the step = 2 * gradients                                                -> ``at_the_step``
     (8)  peak        = (1) + the largest of (5), (6) for each u, and (7)            -> ``peak_bytes``
 
-(5): a float32 cross-entropy keeps its log-probabilities and holds two gradients of them: 3 x 4 bytes an element.
+(5): a float32 cross-entropy keeps its log-probabilities and holds two gradients of them: c = 3 x 4 bytes an element.
+Over logits that are cut, torch's ``loss_parallel`` works out the gradient in eager steps: its backward holds the
+log-probabilities, a scatter of ones, the sum with the probabilities and its product: c = 4 x 4 bytes of 1/t of them.
 (6): FSDP gathers the next unit while one computes, and frees the buffer of a reduction behind the next one.
 (7): a foreach optimizer holds one temporary as large as the gradients.
 
@@ -79,6 +81,8 @@ LAUNCH = 5e-6
 MARGIN = 0.9
 #: bytes per element of logits at the worst moment of a float32 cross-entropy.
 LOSS_BYTES = 12
+#: the same, under ``loss_parallel``, on a rank's part of the logits (torch/distributed/tensor/parallel/loss.py, 2.13).
+CUT_LOSS_BYTES = 16
 _IN = "in backward of {}"
 
 
@@ -137,10 +141,15 @@ def kept_bytes(unit: Unit, checkpointing: str) -> Any:
     return unit.entered + unit.dear if checkpointing == "selective" else unit.entered
 
 
-def at_the_loss(units: Sequence[Unit], logits: Any, checkpointing: str, reshard: bool) -> Any:
+def loss_bytes(logits: Any, cut: bool) -> Any:
+    """Return the bytes that the loss holds at its worst moment, c v of equation 5, where its logits are cut or whole."""
+    return (CUT_LOSS_BYTES if cut else LOSS_BYTES) * logits
+
+
+def at_the_loss(units: Sequence[Unit], loss: Any, checkpointing: str, reshard: bool) -> Any:
     """Equation 5: bytes beside the state when backward of the loss starts."""
     held = sum(gathered_bytes(u) for u in units if u.root or not reshard)
-    return sum(kept_bytes(u, checkpointing) for u in units) + held + LOSS_BYTES * logits
+    return sum(kept_bytes(u, checkpointing) for u in units) + held + loss
 
 
 def in_backward(unit: Unit, before: Unit | None, after: Unit | None, kept: Any, held: Any, done: Any) -> Any:
@@ -165,14 +174,14 @@ def at_the_step(units: Sequence[Unit], s: Any) -> Any:
 
 
 def moments(
-    units: Sequence[Unit], logits: Any, checkpointing: str, s: Any, reshard: bool = True
+    units: Sequence[Unit], loss: Any, checkpointing: str, s: Any, reshard: bool = True
 ) -> list[tuple[str, Any]]:
     """Return every moment that may be the peak, by name, with its bytes beside the state.
 
     Args:
         units: in the order of forward, the root last: its own ops lie before and after all others, so that what it
             keeps may stay to the end.
-        logits: v.
+        loss: bytes that the loss holds: ``loss_bytes``.
         checkpointing: ``none``, ``selective`` or ``full``.
         s: degree of dp_shard.
         reshard: whether FSDP frees a unit's parameters after its forward.
@@ -182,7 +191,7 @@ def moments(
     held = sum(gathered_bytes(u) for u in (roots if reshard else units))
     kept = sum(kept_bytes(u, checkpointing) for u in units)
     done: Any = 0
-    found = [("at the loss", at_the_loss(units, logits, checkpointing, reshard))]
+    found = [("at the loss", at_the_loss(units, loss, checkpointing, reshard))]
     after: Unit | None = None
     for unit in roots:
         last = inner[-1] if inner and reshard else None
@@ -198,9 +207,9 @@ def moments(
     return [*found, ("in the optimizer's step", at_the_step(units, s))]
 
 
-def peak_bytes(units: Sequence[Unit], logits: Any, checkpointing: str, s: Any, reshard: bool = True) -> Any:
+def peak_bytes(units: Sequence[Unit], loss: Any, checkpointing: str, s: Any, reshard: bool = True) -> Any:
     """Equation 8."""
-    return state_bytes(units, s) + largest([size for _, size in moments(units, logits, checkpointing, s, reshard)])
+    return state_bytes(units, s) + largest([size for _, size in moments(units, loss, checkpointing, s, reshard)])
 
 
 def ring_seconds(op: str, payload: Any, count: Any, n: Any, speed: Any, latency: Any) -> Any:

@@ -30,6 +30,7 @@ def make_options(
     mixed_precision: str | None = None,
     masters: str | None = None,
     checkpointing: str | None = None,
+    logits: str | None = None,
     overrides: Mapping[str, str] | None = None,
     **same: Any,
 ) -> Options:
@@ -47,6 +48,7 @@ def make_options(
         mixed_precision=_one_of("mixed_precision", mixed_precision, ("bfloat16",)),
         masters=_one_of("masters", masters, ("float32",)),
         checkpointing=_one_of("checkpointing", checkpointing, CHECKPOINTING),
+        logits=_one_of("logits", logits, ("whole", "sharded")) or "whole",
         overrides=overrides or {},
         **same,
     )

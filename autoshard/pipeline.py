@@ -17,6 +17,7 @@ from autoshard.ir import Traced
 from autoshard.passes.choice import advise, explain_choice
 from autoshard.passes.choose_mesh import ChooseMesh
 from autoshard.passes.cut import ChooseCuts
+from autoshard.passes.cut_logits import CutLogits, refusal
 from autoshard.passes.emit import Emit
 from autoshard.passes.factorise import Factored, Factorise
 from autoshard.passes.factors import leaves
@@ -60,6 +61,7 @@ class Options:
         example_inputs: what the forward is traced with, or None.
         check_heads: whether a pinned tp under which no attention is cut is refused.
         sequence_parallel: whether the sequence is cut between regions in training; None to choose.
+        logits: ``sharded`` where the model is to return logits as they are cut over tp, in training; or ``whole``.
     """
 
     world: int
@@ -80,6 +82,7 @@ class Options:
     example_inputs: Any = None
     check_heads: bool = True
     sequence_parallel: bool | None = None
+    logits: str = "whole"
 
     def meshes(self) -> ChooseMesh:
         """Return what chooses among the meshes."""
@@ -117,7 +120,8 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     factored = clock.run("factorise", lambda: Factorise().run(traced), _count_factors)
     units = clock.run("wrap", lambda: Wrap().run(traced), lambda u: f"{len(u)} FSDP units")
     texts = cache(lambda: find_texts(model, traced))
-    solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts)
+    sharded = options.logits == "sharded"
+    solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts, cut_logits=sharded)
 
     drawing = cache(lambda: draws_in_training(model, traced))
     pricer = Pricer(solver.place, lambda placed: Sequence(drawing()).hope(placed), units, workload, options.cluster)
@@ -132,10 +136,14 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     mesh, workload = choice.mesh, replace(workload, batch=choice.batch)
     if options.check_heads and options.tp is not None and options.tp > 1:
         _check_heads(placed, options.tp)
+    if sharded and mesh.tp > 1 and not placed.logits:
+        raise refusal(placed)
     pricing = pricer.made(placed)
     price = pricing.run(mesh, workload, choice.checkpointing, choice.reshard)
     why = explain_choice(choices, meshes, options.cluster.device.name)
     help_ = advise(choice, meshes, pricer, workload)
+    if sharded and mesh.tp == 1:
+        help_ = (*help_, "logits are whole: with tp=1 there is nothing to cut them over")
     refused, device = tuple(solver.refusals(mesh.tp)), options.cluster.device.name
     draws = drawing() if placed.chosen.cuts else {}
     emit = Emit(price, workload, units, device, why, choices, refused, find(model), draws, help_)
@@ -188,8 +196,16 @@ class _Clock:
 class _Solver:
     """Chooses and places cuts until nothing is sent back, once per tp degree."""
 
-    def __init__(self, factored: Factored, pinned: Mapping[str, str], weigh: bool, texts: Callable[[], Inside]) -> None:
+    def __init__(
+        self,
+        factored: Factored,
+        pinned: Mapping[str, str],
+        weigh: bool,
+        texts: Callable[[], Inside],
+        cut_logits: bool = False,
+    ) -> None:
         self.index = Occurrences(factored)
+        self.cut_logits = cut_logits
         self.pinned = pinned
         self.weigh = weigh
         self.texts = texts
@@ -205,7 +221,7 @@ class _Solver:
             if placed.refused:
                 banned.update(placed.refused)
             else:
-                self.placed[tp] = placed
+                self.placed[tp] = CutLogits().run(placed) if self.cut_logits else placed
         return self.placed[tp]
 
     def localise(self, model: nn.Module, tp: int, given: Any) -> Placed:

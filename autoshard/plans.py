@@ -2,7 +2,8 @@
 
 A plan holds facts, each with its reason. Conversions between the states of a value on the tp axis are written
 ``"R->V"``: **R** the same on every rank, **V** the same with a partial gradient, **S(d)** cut along dim ``d``,
-**P** a partial sum. The executor reads nothing but this file.
+**P** a partial sum, **D** cut along dim ``d`` and a DTensor that says so, where gradients are recorded. The executor
+reads nothing but this file.
 """
 
 from __future__ import annotations
@@ -374,6 +375,13 @@ class Plan:
     def unit_modules(self) -> list[str]:
         """Return the module name of every FSDP unit, in order, patterns unfolded."""
         return [fqn for unit in self.units for fqn in unfold(unit.module)]
+
+    @property
+    def cuts_logits(self) -> bool:
+        """Whether the model returns something as it is cut, where gradients are recorded."""
+        modules = self.modules.values()
+        texts = (one.after.partition(",")[0].rstrip("'") for m in modules for one in m.rewrites if one.converts)
+        return any(text.endswith("->D") for text in (*texts, *(text for m in modules for text in m.outputs.values())))
 
     @property
     def total_bytes(self) -> int:

@@ -11,6 +11,7 @@ from autoshard.layout import columns, reasoned, section
 from autoshard.plans import ModulePlan, Plan, TensorPlan, unfold
 
 _LEGEND = "R whole, V whole with a partial gradient, S(d) cut on dim d, P a partial sum"
+_RETURNED = ", D a DTensor that says how it is cut"
 _SEQUENCE = "; (sequence): what takes its place in training, when the sequence is cut between regions"
 
 
@@ -31,7 +32,7 @@ def modules(plan: Plan) -> Iterator[RenderableType]:
     for name in (name for names in owned.values() for name in names):
         groups.setdefault((_cut(name, cut[name]), cut[name].why), []).append(name)
     if groups:
-        legend = _LEGEND + (_SEQUENCE if plan.sequence else "")
+        legend = _LEGEND + (_RETURNED if plan.cuts_logits else "") + (_SEQUENCE if plan.sequence else "")
         yield section("Cut over tp", columns(reasoned(groups), "nl"), Text(legend, style="dim"))
 
 

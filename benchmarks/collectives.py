@@ -1,5 +1,4 @@
-"""Count the collectives of a step by axis, against the plan: ``python benchmarks/collectives.py --write`` fills
-``docs/collectives.md``.
+"""Count the collectives of a step by axis, against the plan: ``--write`` fills ``docs/collectives.md``.
 
 One process on the fake process group, as rank 0 of every world; the same steps as ``tests/parity/test_counts.py``.
 """

@@ -7,6 +7,7 @@ wrap           the modules that are FSDP units
 choose_mesh    the degrees that were not pinned
 cut            the factors that are cut over tp
 place          the state of every value, conversions on module boundaries, gradient sums
+cut_logits     whether results stay cut over their last dim, where that was asked for
 localise       whether the user's code follows, on a rank's shapes (``resize``: attributes that help)
 emit           the plan, repeated modules folded
 =============  ======================================================================================

@@ -91,6 +91,8 @@ class Extents:
         along = self.placed.sequence.dims.get(value)
         if along is not None and not whole:
             found[along] = found[along] * U
+        if value in self.placed.logits and not whole:
+            found[-1] = found[-1] * U
         return tuple(found)
 
     def numel(self, value: str, result: int = 0, whole: bool = False) -> PolyElement:

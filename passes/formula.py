@@ -76,15 +76,15 @@ def write_out(pricing: Pricing, workload: Workload, checkpointing: str, reshard:
         reshard: whether FSDP frees a unit's parameters after its forward.
     """
     units = [_unit(unit, workload, pricing.main) for unit in pricing.profile.units]
-    logits = at(pricing.profile.logits, _B, _T, _t)
-    moments = {name: _text(size) for name, size in cost.moments(units, logits, checkpointing, _s, reshard)}
+    loss = cost.loss_bytes(at(pricing.profile.logits, _B, _T, _t), pricing.profile.cut_logits)
+    moments = {name: _text(size) for name, size in cost.moments(units, loss, checkpointing, _s, reshard)}
     state = _text(cost.state_bytes(units, _s))
     memory = {
         "parameters": _text(sum(u.parameters for u in units) / _s),
         "gradients": _text(cost.gradient_bytes(units, _s)),
         "optimizer": _text(sum(u.optimizer for u in units) / _s),
         "activations": _text(sum(cost.kept_bytes(u, checkpointing) for u in units)),
-        "loss": _text(cost.LOSS_BYTES * logits),
+        "loss": _text(loss),
         "peak": state + cost.largest(list(dict.fromkeys(moments.values()))),
     }
     sent: dict[str, Any] = {}

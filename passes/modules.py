@@ -123,7 +123,8 @@ def _style(
         return "embedding_rowwise", "rows are looked up where they live; the parts are summed"
     if cut is not None:
         if any(kind.startswith("S(") for kind in outputs.values()):
-            return "colwise_gather_output", cut.why
+            gathered = any(kind.endswith("->R") for kind in outputs.values())
+            return ("colwise_gather_output" if gathered else "colwise"), cut.why
         first = cut.tied_to or next(n for n, t in own.items() if t is cut)
         return ("rowwise" if first in whys.summed else "colwise"), cut.why
     if outputs or inputs:

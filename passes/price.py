@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sympy.polys.rings import PolyElement
@@ -79,7 +79,7 @@ class Pricing:
             key = hash((id(unit.kept), id(unit.flops), unit.weights))
             if key not in known:
                 known[key] = self._unit(unit, mesh, workload, batch or workload.batch, sequence or workload.sequence)
-            found.append(known[key])
+            found.append(replace(known[key], name=unit.module))
         return found
 
     def _unit(self, unit: UnitProfile, mesh: Mesh, workload: Workload, batch: Any, sequence: Any) -> cost.Unit:
@@ -110,14 +110,15 @@ class Pricing:
             launches=unit.launches,
         )
 
-    def logits(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> Any:
-        """Return the elements of the logits."""
-        return at(self.profile.logits, batch or workload.batch, sequence or workload.sequence, mesh.tp)
+    def loss(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> Any:
+        """Return the bytes that the loss holds."""
+        logits = at(self.profile.logits, batch or workload.batch, sequence or workload.sequence, mesh.tp)
+        return cost.loss_bytes(logits, self.profile.cut_logits)
 
     def run(self, mesh: Mesh, workload: Workload, checkpointing: str, reshard: bool) -> Price:
         """Price one mesh and way to train."""
-        units, logits = self.units(mesh, workload), self.logits(mesh, workload)
-        moments = cost.moments(units, logits, checkpointing, mesh.dp_shard, reshard)
+        units, loss = self.units(mesh, workload), self.loss(mesh, workload)
+        moments = cost.moments(units, loss, checkpointing, mesh.dp_shard, reshard)
         when, beside = max(moments, key=lambda moment: moment[1])
         state = cost.state_bytes(units, mesh.dp_shard)
         sent = collectives(self.sent, self.profile, mesh, workload, self.main, checkpointing != "none", reshard)
@@ -125,7 +126,7 @@ class Pricing:
             mesh,
             checkpointing,
             reshard,
-            self._memory(units, logits, mesh, checkpointing, reshard),
+            self._memory(units, loss, mesh, checkpointing, reshard),
             round(state + beside) + self.buffers,
             when,
             self._seconds(units, sent, mesh, workload, checkpointing),
@@ -139,7 +140,7 @@ class Pricing:
         """
         units = [self.units(mesh, workload, batch) for batch in (1, 2)]
         values = [
-            [size for _, size in cost.moments(u, self.logits(mesh, workload, b), checkpointing, mesh.dp_shard, reshard)]
+            [size for _, size in cost.moments(u, self.loss(mesh, workload, b), checkpointing, mesh.dp_shard, reshard)]
             for b, u in enumerate(units, 1)
         ]
         room = budget - self.buffers - cost.state_bytes(units[0], mesh.dp_shard)
@@ -152,7 +153,7 @@ class Pricing:
         return int(most) if most < math.inf else workload.batch
 
     def _memory(
-        self, units: Sequence[cost.Unit], logits: Any, mesh: Mesh, checkpointing: str, reshard: bool
+        self, units: Sequence[cost.Unit], loss: Any, mesh: Mesh, checkpointing: str, reshard: bool
     ) -> dict[str, int]:
         s = mesh.dp_shard
         inner = [cost.gathered_bytes(u) for u in units if not u.root]
@@ -164,7 +165,7 @@ class Pricing:
             "buffers": self.buffers,
             "gathered units": root + (2 * max(inner, default=0) if reshard else sum(inner)),
             "activations": sum(cost.kept_bytes(u, checkpointing) for u in units),
-            "loss": cost.LOSS_BYTES * logits,
+            "loss": loss,
         }
         return {name: round(size) for name, size in found.items()}
 

@@ -62,16 +62,18 @@ class Profile:
 
     Attributes:
         units: in the order of forward, the root last.
-        logits: elements of the first result of the model, over which a loss outside of it is computed; 0 where the
-            model returns its loss.
+        logits: elements of the first result of the model, over which a loss outside of it is computed, on one rank; 0
+            where the model returns its loss.
         again: values that a block which is run again in backward makes once more: up to its last op that keeps any.
         guessed: ops whose kept tensors could not be found, and were said to be all.
+        cut_logits: whether those logits are cut over tp.
     """
 
     units: tuple[UnitProfile, ...]
     logits: PolyElement
     again: frozenset[str]
     guessed: tuple[str, ...] = ()
+    cut_logits: bool = False
 
 
 @dataclass
@@ -143,7 +145,9 @@ class _Walk:
         held = weights(self.placed, self.units)
         order = {unit: None for unit in [*order, *self.units] if unit} | {"": None}
         units = tuple(replace(found[unit], weights=held[unit]) for unit in order)
-        return Profile(units, self._logits(), self._again(), tuple(self.guessed))
+        logits = self._logits()
+        elements = ZERO if logits is None else self.extents.numel(logits)
+        return Profile(units, elements, self._again(), tuple(self.guessed), logits in self.placed.logits)
 
     def _again(self) -> frozenset[str]:
         """Return what blocks make once more: torch ends a second run behind the last tensor that is kept."""
@@ -264,11 +268,10 @@ class _Walk:
         else:
             sums.moved += self._bytes(op.name) + sum((self._bytes(ref) for ref in op.refs()), ZERO)
 
-    def _logits(self) -> PolyElement:
-        for output in self.traced.outputs:
-            if not output.state and self._grad(output.value):
-                return self.extents.numel(output.value)
-        return ZERO
+    def _logits(self) -> str | None:
+        """Return the first result of the model that takes a gradient."""
+        results = (output.value for output in self.traced.outputs if not output.state)
+        return next((value for value in results if self._grad(value)), None)
 
 
 def _some_of(shape: Sequence[int], dims: Iterable[tuple[int, PolyElement]]) -> PolyElement | None:

@@ -31,7 +31,8 @@ class Conversion:
         fqn: the module.
         side: ``inputs``, ``outputs``, or ``inside`` the module's own code.
         path: argument or output path.
-        kind: ``"R->V"``, ``"P->R"``, ``"S(d)->R"``; or the first right behind another: ``"P->V"``, ``"S(d)->V"``.
+        kind: ``"R->V"``, ``"P->R"``, ``"S(d)->R"``; or the first right behind another: ``"P->V"``, ``"S(d)->V"``;
+            ``"S(d)->D"`` for what stays cut and says so.
         value: the converted value.
         share: name of the entry this is part of, where several modules enter with one value.
         why: the reason, one sentence.
@@ -85,6 +86,7 @@ class Placed:
         rewrites: arguments in the code of a module that are written otherwise, for the same, by module.
         resizable: whether such attributes and rewrites were not looked for yet.
         sequence: what is cut along the sequence in training.
+        logits: values that stay cut along their last dim in training, up to what the model returns.
     """
 
     chosen: Chosen
@@ -98,6 +100,7 @@ class Placed:
     rewrites: Mapping[str, tuple[CallRewrite, ...]] = field(default_factory=dict)
     resizable: bool = True
     sequence: Stretches = Stretches()
+    logits: frozenset[str] = frozenset()
 
     def in_training(self) -> list[Conversion]:
         """Return the conversions while the sequence is cut."""

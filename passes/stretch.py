@@ -105,6 +105,7 @@ class Finder:
         """Whether an op between regions carries the sequence."""
         states = self.placed.states
         whole = all(states.get(name) is State.R for name in (op.name, *op.refs()))
+        whole = whole and op.name not in self.placed.logits
         written = op.name in self.along.written or not self.along.written.isdisjoint(op.refs())
         return whole and not written and not self.others.get(op.name) and self.along.carries(op)
 

@@ -32,6 +32,7 @@ SENDS: Mapping[str, tuple[str | None, str | None]] = {
     "R->S": (None, "all_gather"),
     "S->V": ("all_gather", "reduce_scatter"),
     "P->S": ("reduce_scatter", "all_gather"),
+    "S->D": (None, None),
     "R->P": (None, None),
     "V->P": (None, None),
 }

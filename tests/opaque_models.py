@@ -298,4 +298,4 @@ class SometimesCrossed(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         x = self.norm(x + self.first(x))
-        return x if other is None else self.second(x, self.norm(other))  # type: ignore[no-any-return]
+        return x if other is None else self.second(x, self.norm(other))

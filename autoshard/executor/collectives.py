@@ -15,10 +15,12 @@ R->S(d)    local slice           all-gather along d
 R->P       rank 0 keeps it       identity
 V->P       divide by the ranks   divide by the ranks
 A->R       mean over the ranks   divide by the ranks
+S(d)->D    a DTensor, Shard(d)   its local part
 =========  ====================  ====================
 
 **A** is a part of a mean, each rank's own of an equal share. ``P->V`` and ``A->V`` are made whole and enter at once:
-``P->R`` or ``A->R``, then ``R->V``.
+``P->R`` or ``A->R``, then ``R->V``. **D** is a DTensor of the tp mesh with ``[Shard(d)]``, for the loss behind the
+model; where no gradients are recorded ``S(d)->D`` is ``S(d)->R``, so that what generates and evaluates sees whole values.
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
@@ -39,12 +41,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
 
-KINDS = ("R->V", "P->R", "P->V", "P->S(d)", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P")
+KINDS = (
+    "R->V", "P->R", "P->V", "P->S(d)", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P", "S(d)->D",
+)  # fmt: skip
 _SPAN = re.compile(r"^R->V\[(\d+):(\d+)\]$")
 
 
@@ -121,7 +125,10 @@ class Conversion:
             return run(_AllReduce, value, axis.group)
         if self.kind == "P->S(d)":
             return run(_Scatter, value, axis.size, self.dim, axis.group)
-        if self.kind == "S(d)->R":
+        if self.kind == "S(d)->D" and torch.is_grad_enabled():
+            # cross-entropy looks for its own dim, counted from the front
+            return DTensor.from_local(value, axis.mesh, [Shard(self.dim % value.dim())], run_check=False)
+        if self.kind in ("S(d)->R", "S(d)->D"):
             return run(_Gather, value, axis.rank, axis.size, self.dim, axis.group)
         if self.kind == "S(d)->V":
             return run(_GatherIn, value, axis.size, self.dim, axis.group)

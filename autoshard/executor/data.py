@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autoshard._torch import run
 from autoshard.errors import InvalidArgument
@@ -47,7 +48,8 @@ def token_mean(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> 
     time, this rank's tokens of all of them: the answers then add up to the mean.
 
     Args:
-        loss_sum: this rank's sum of losses, a scalar, equal over tp.
+        loss_sum: this rank's sum of losses, a scalar, equal over tp; also the DTensor that cross-entropy gives on logits
+            that are cut.
         num_tokens: how many tokens it sums, ignored ones left out. 0 is fine.
         model: the parallelized model.
 
@@ -64,6 +66,8 @@ def token_mean(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> 
             got=f"shape {tuple(loss_sum.shape)}; allowed: ()",
             help='compute it with reduction="sum"',
         )
+    if isinstance(loss_sum, DTensor):
+        loss_sum = loss_sum.full_tensor()
     count = torch.as_tensor(num_tokens, device=loss_sum.device).detach()
     return run(_TokenMean, loss_sum, count, mesh)
 

@@ -15,6 +15,7 @@ from autoshard.errors import AutoshardError, InvalidArgument
 from autoshard.inputs import ExampleInputs
 from autoshard.outputs import tensors
 from autoshard.proving.double import Double
+from autoshard.proving.objective import whole
 from autoshard.proving.observe import Observed, observe
 from autoshard.proving.simulate import on_each_rank, simulated
 from autoshard.proving.subject import Cut, Subject
@@ -114,14 +115,14 @@ def run(
             seen.append(observed)
             args, kwargs = tree_map_only(Tensor, one_per_rank, (case.args, case.kwargs))
             answer = model(*args, **kwargs)
-            found = {path: _whole(tensor) for path, tensor in tensors(answer) if tensor.is_floating_point()}
+            found = {path: whole(tensor) for path, tensor in tensors(answer) if tensor.is_floating_point()}
             _objective(found, weights).backward()
         if two_modes:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), Double():
                 torch.manual_seed(number)
                 answer = model(*args, **kwargs)
             more = {f"{path} without gradients".strip(): tensor for path, tensor in tensors(answer)}
-            found |= {path: _whole(tensor) for path, tensor in more.items() if tensor.is_floating_point()}
+            found |= {path: whole(tensor) for path, tensor in more.items() if tensor.is_floating_point()}
         outputs = {path: [t.clone() for t in read(tensor)] for path, tensor in found.items()}
         gradients = {
             fqn: None if p.grad is None else [t.clone() for t in read(_as_held(p.grad, p))]
@@ -129,11 +130,6 @@ def run(
         }
         runs.append(Run(outputs, gradients, observed))
     return runs
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return an output as the untouched model gives it: one that says how it is cut is no error."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_held(gradient: Tensor, parameter: Tensor) -> Tensor:

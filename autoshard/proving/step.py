@@ -18,7 +18,7 @@ from autoshard.inputs import ExampleInputs
 from autoshard.outputs import tensors
 from autoshard.plans import Plan
 from autoshard.proving.double import Double
-from autoshard.proving.objective import objective
+from autoshard.proving.objective import objective, whole
 from autoshard.proving.parcel import Parcel, unpack
 
 LEARNING_RATE = 1e-2
@@ -60,7 +60,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def _forward(model: nn.Module, case: ExampleInputs, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return the outputs by path and the objective."""
     answer = model(*case.args, **case.kwargs)
-    found = {path: tensor for path, tensor in tensors(answer) if tensor.is_floating_point()}
+    found = {path: whole(tensor) for path, tensor in tensors(answer) if tensor.is_floating_point()}
     return found, objective(found, seed)
 
 

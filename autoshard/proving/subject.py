@@ -67,8 +67,8 @@ class PlanSubject:
 
     @property
     def two_modes(self) -> bool:
-        """Whether the sequence is cut in training only."""
-        return bool(self.plan.sequence)
+        """Whether the sequence, or what the model returns, is cut in training only."""
+        return bool(self.plan.sequence) or self.plan.cuts_logits
 
     def install(self, model: nn.Module) -> Mapping[str, Cut]:
         """Apply the plan."""

@@ -57,7 +57,7 @@ def test_explain_hands_over_every_option(asked: dict[str, Any], tmp_path: Path) 
     work = ("--batch", "3", "--sequence", "77", "--dtype", "float32")
     machine = ("--device", "L40S", "--memory", "24.5", "--devices-per-node", "4", "--interconnect", "100Gb")
     train = ("--global-batch", "12", "--optimizer", "sgd", "--mixed-precision", "bfloat16", "--masters", "float32")
-    more = ("--checkpointing", "full", "--dump-dir", str(tmp_path))
+    more = ("--checkpointing", "full", "--logits", "sharded", "--dump-dir", str(tmp_path))
     overrides = ("--override", "layers.*.a=replicate", "--override", "head=replicate")
     assert run("explain", MLP, *degrees, *work, *machine, *train, *more, *overrides).exit_code == 0
     del asked["model"]
@@ -79,6 +79,7 @@ def test_explain_hands_over_every_option(asked: dict[str, Any], tmp_path: Path) 
         "masters": "float32",
         "checkpointing": "full",
         "sequence_parallel": None,
+        "logits": "sharded",
         "dump_dir": str(tmp_path),
         "overrides": {"layers.*.a": "replicate", "head": "replicate"},
     }
