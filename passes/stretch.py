@@ -157,10 +157,9 @@ class Finder:
         return bool(out)
 
     def _supported(self, op: Op) -> bool:
-        cut = self.members | self.sources.keys()
         for name in op.refs():
             if self.holds(name):
-                if name not in cut and self._many(name):
+                if name not in self.members and name not in self.sources and self._many(name):
                     return False
             elif self.parameters.trains(name) and name not in self.parameters.weights:
                 return False  # its gradient would be partial
@@ -177,29 +176,31 @@ class Finder:
 
     def _prune(self) -> bool:
         """Take out stretches on which nothing happens, or that do not pay; say whether there were any."""
-        joined: dict[str, set[str]] = {name: {name} for name in self._cut()}
+        joined: dict[str, list[str]] = {name: [name] for name in self._cut()}
         for op in self._ops():
             for name in filter(self.holds, op.refs()):
-                if joined.setdefault(name, {name}) is not joined[op.name]:
-                    both = joined[name] | joined[op.name]
-                    for one in both:
-                        joined[one] = both
+                one, other = joined.setdefault(name, [name]), joined[op.name]
+                if one is not other:
+                    small, large = sorted((one, other), key=len)
+                    large += small
+                    joined.update(dict.fromkeys(small, large))
+        order = {name: number for number, name in enumerate([*self._entered(), *self._cut()])}
         out: set[str] = set()
         for group in {id(group): group for group in joined.values()}.values():
-            if not group & self.members or not self._pays(group):
-                out |= group
+            if self.members.isdisjoint(group) or not self._pays(sorted(group, key=order.__getitem__)):
+                out.update(group)
         return self._take_out(out)
 
-    def _pays(self, group: set[str]) -> bool:
+    def _pays(self, group: list[str]) -> bool:
         """Whether a stretch is worth its ends.
 
         A reduce-scatter and an all-gather send what an all-reduce sends: ``P->S`` and ``S->V`` cost what ``P->R`` and
         ``R->V`` did. ``R->S`` and ``S->R`` come on top, one gather each: at most half as many may.
         """
-        sums = group & self.sources.keys()
-        whole = [name for name in self._entered() if name in group]
-        ends = [c for name in self._cut() if name in group for c in self._ends(name) or ()]
-        ends += [c for name in whole for c in self._entry(name)[0]]
+        sums = self.sources.keys() & group
+        cut = [name for name in group if name in self.members or name in self.sources]
+        ends = [c for name in cut for c in self._ends(name) or ()]
+        ends += [c for name in group if name not in self.members and name not in sums for c in self._entry(name)[0]]
         partial = len({(c.value, c.share or c.call) for c in ends if c.kind.endswith("->V")})
         more = sum(c.kind.startswith("R->") or c.kind.endswith("->R") for c in ends)
         return bool(sums) and 2 * more <= len(sums) + partial
