@@ -71,8 +71,8 @@ def plan(
         masters: ``"float32"`` for float32 parameters in the optimizer of a narrower model, as in ``parallelize``.
         checkpointing: ``"none"``, ``"selective"`` or ``"full"``; chosen where left out.
         sequence_parallel: whether tp ranks divide the sequence between regions in training (sequence parallelism).
-        logits: ``"sharded"`` returns logits as they are cut over tp, where gradients are recorded: DTensors, for torch's
-            ``loss_parallel``; ``"whole"`` where left out.
+        logits: ``"sharded"`` returns logits as they are cut over tp, where gradients are recorded: DTensors, for
+            torch's ``loss_parallel``; ``"whole"`` where left out.
         overrides: ``"replicate"`` by module or parameter pattern, such as ``{"layers.*.adapter": "replicate"}``.
         example_inputs: a tuple of positional arguments, a dict of keyword arguments, or a pair of both; synthesised
             where left out.

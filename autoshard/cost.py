@@ -11,6 +11,7 @@ Symbols. Bytes, seconds, elements; all of one rank.
     q, w       bytes of u's parameters as they are gathered, and of its gradients as they are reduced
     k, d, x    bytes of u's activations: kept for backward; of those, results of matmuls and attention; its arguments
     y          bytes backward of u needs at its worst moment beside those that are kept
+    z          bytes of the root's whole gradients that are there before backward of any other unit: of the head, say
     v, c       elements of the logits, where the loss is computed outside of the model; bytes of it for each
     f, m, l    FLOPs of matmuls and attention, bytes moved, kernels, in one forward of u
     F, M       FLOP/s and bytes/s that the device sustains: ``MATMUL`` and ``MEMORY`` of its data sheet's
@@ -25,7 +26,7 @@ Memory.
     (3)  gathered    = q where s > 1 or the forward computes in another dtype       -> ``gathered_bytes``
     (4)  kept        = k; x + d under selective, x under full checkpointing of u    -> ``kept_bytes``
     (5)  at the loss = kept of all u + gathered root + c v                          -> ``at_the_loss``
-    (6)  in u        = kept of all before u + k + y + gathered root, u and the one before it + w of the one
+    (6)  in u        = kept of all before u + k + y + z + gathered root, u and the one before it + w of the one
                        after it + g / s of all after it                             -> ``in_backward``
     (7)  at the step = 2 * gradients                                                -> ``at_the_step``
     (8)  peak        = (1) + the largest of (5), (6) for each u, and (7)            -> ``peak_bytes``
@@ -33,7 +34,8 @@ Memory.
 (5): a float32 cross-entropy keeps its log-probabilities and holds two gradients of them: c = 3 x 4 bytes an element.
 Over logits that are cut, torch's ``loss_parallel`` works out the gradient in eager steps: its backward holds the
 log-probabilities, a scatter of ones, the sum with the probabilities and its product: c = 4 x 4 bytes of 1/t of them.
-(6): FSDP gathers the next unit while one computes, and frees the buffer of a reduction behind the next one.
+(6): FSDP gathers the next unit while one computes, frees the buffer of a reduction behind the next one, and reduces the
+root's gradients when all backward is done.
 (7): a foreach optimizer holds one temporary as large as the gradients.
 
 Communication. Ring algorithms (Thakur et al. 2005; NCCL's own accounting of bus bandwidth).
@@ -97,7 +99,7 @@ class Unit:
         parameters: p; ``gradients``: g; ``optimizer``: o; all before dp_shard divides them.
         gathered: q, 0 where nothing is gathered.
         reduced: w, 0 where nothing is reduced.
-        kept: k; ``dear``: d; ``entered``: x; ``beyond``: y.
+        kept: k; ``dear``: d; ``entered``: x; ``beyond``: y; ``early``: z, 0 but for the root.
         flops: f; ``dear_flops``: of those, what selective checkpointing does not run again.
         moved: m; ``launches``: l.
     """
@@ -114,6 +116,7 @@ class Unit:
     dear: Any = 0
     entered: Any = 0
     beyond: Any = 0
+    early: Any = 0
     flops: Any = 0
     moved: Any = 0
     launches: int = 0
@@ -142,7 +145,7 @@ def kept_bytes(unit: Unit, checkpointing: str) -> Any:
 
 
 def loss_bytes(logits: Any, cut: bool) -> Any:
-    """Return the bytes that the loss holds at its worst moment, c v of equation 5, where its logits are cut or whole."""
+    """Return the bytes that the loss holds at its worst moment: c v of equation 5, on cut or on whole logits."""
     return (CUT_LOSS_BYTES if cut else LOSS_BYTES) * logits
 
 
@@ -160,7 +163,7 @@ def in_backward(unit: Unit, before: Unit | None, after: Unit | None, kept: Any, 
         before: the one before it in forward, which is gathered next.
         after: the one after it, whose gradients are being reduced.
         kept: bytes of activations of all units before it.
-        held: bytes of parameters that are gathered all the time.
+        held: bytes of parameters that are gathered all the time, and of gradients that are not reduced yet.
         done: bytes of gradients that are reduced already.
     """
     ahead = (gathered_bytes(unit) if not unit.root else 0) + (0 if before is None else gathered_bytes(before))
@@ -189,6 +192,7 @@ def moments(
     inner = [u for u in units if not u.root]
     roots = [u for u in units if u.root]
     held = sum(gathered_bytes(u) for u in (roots if reshard else units))
+    early = sum(u.early for u in roots)
     kept = sum(kept_bytes(u, checkpointing) for u in units)
     done: Any = 0
     found = [("at the loss", at_the_loss(units, loss, checkpointing, reshard))]
@@ -201,7 +205,7 @@ def moments(
         unit, before = inner[index], inner[index - 1] if index and reshard else None
         kept = kept - kept_bytes(unit, checkpointing)
         one = unit if reshard else replace(unit, gathered=0)
-        found.append((_IN.format(unit.name), in_backward(one, before, after, kept, held, done)))
+        found.append((_IN.format(unit.name), in_backward(one, before, after, kept, held + early, done)))
         done = done + unit.gradients / s
         after = unit
     return [*found, ("in the optimizer's step", at_the_step(units, s))]

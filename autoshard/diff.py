@@ -12,7 +12,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autoshard.layout import NAME_WIDTH, columns, name_cell, section
-from autoshard.plans import ModulePlan, Plan, TensorPlan, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import ModulePlan, Plan, TensorPlan
 from autoshard.words import fold_names, human_bytes
 
 _Clauses = tuple[str, ...]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from autoshard.plans import Refusal, fold
+from autoshard.patterns import fold
+from autoshard.plans import Refusal
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autoshard.errors import InvalidArgument
-from autoshard.rewrite.record import CallRewrite, call_rewrite
+from autoshard.patterns import unfold
+from autoshard.rewrite.record import CallRewrite
 
 SCHEMA_VERSION = 1
 AXES = ("dp_replicate", "dp_shard", "tp")
@@ -345,6 +345,8 @@ class Plan:
         Raises:
             InvalidArgument: a key is missing, unknown or of another schema version.
         """
+        from autoshard.plan_data import plan_of
+
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != SCHEMA_VERSION:
             raise InvalidArgument(
@@ -353,7 +355,7 @@ class Plan:
                 help="make the plan again with this version of autoshard",
             )
         try:
-            return _plan(dict(data))
+            return plan_of(dict(data))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise InvalidArgument(
                 "the plan is not well formed",
@@ -387,89 +389,3 @@ class Plan:
     def total_bytes(self) -> int:
         """Bytes per rank at the worst moment of a step."""
         return self.peak_bytes or sum(self.memory_bytes.values())
-
-
-def _parts(value: Any) -> Parts | None:
-    return None if value is None else tuple((int(offset), int(length)) for offset, length in value)
-
-
-def _slices(value: Any) -> Slices | None:
-    return None if value is None else tuple((int(offset), int(length), int(ways)) for offset, length, ways in value)
-
-
-def _tensor(data: dict[str, Any]) -> TensorPlan:
-    grad = data["grad_sum"]
-    return TensorPlan(
-        **{
-            **data,
-            "shape": tuple(data["shape"]),
-            "local_shape": tuple(data["local_shape"]),
-            "tp_parts": _parts(data["tp_parts"]),
-            # plans of before there were any do not have the key
-            "slices": _slices(data.get("slices")),
-            "grad_sum": None if grad is None else GradSum(grad["ranks"], _parts(grad.get("parts"))),
-        }
-    )
-
-
-def module_plan(data: Mapping[str, Any]) -> ModulePlan:
-    """Read a module's plan from plain data."""
-    return ModulePlan(**{**data, "rewrites": tuple(map(call_rewrite, data.get("rewrites", ())))})
-
-
-def _plan(data: dict[str, Any]) -> Plan:
-    return Plan(
-        **{
-            **data,
-            "mesh": Mesh(**data["mesh"]),
-            "parameters": {k: _tensor(v) for k, v in data["parameters"].items()},
-            "buffers": {k: _tensor(v) for k, v in data["buffers"].items()},
-            "modules": {k: module_plan(v) for k, v in data["modules"].items()},
-            "units": tuple(Unit(**v) for v in data["units"]),
-            "collectives": tuple(Collective(**v) for v in data["collectives"]),
-            "coverage": Coverage(
-                **{**data["coverage"], "left": tuple((a, b, c) for a, b, c in data["coverage"]["left"])}
-            ),
-            "workload": Workload(**data["workload"]),
-            "meshes": tuple(MeshChoice(**{**v, "mesh": Mesh(**v["mesh"])}) for v in data["meshes"]),
-            "assumptions": tuple(data["assumptions"]),
-            "warnings": tuple(data["warnings"]),
-            "refused": tuple(Refusal(**v) for v in data["refused"]),
-            # plans of before there were any do not have the key
-            "replacements": tuple(Replacement(**v) for v in data.get("replacements", ())),
-        }
-    )
-
-
-_BRACES = re.compile(r"\{([0-9,\-]+)\}")
-
-
-def unfold(pattern: str) -> list[str]:
-    """Expand ``layers.{0-2,5}.up`` to its names, in order. A name without braces is itself.
-
-    A pattern has one group of numbers; it stands for each number in turn.
-    """
-    found = _BRACES.search(pattern)
-    if not found:
-        return [pattern]
-    numbers: list[int] = []
-    for span in found.group(1).split(","):
-        low, _, high = span.partition("-")
-        numbers += range(int(low), int(high or low) + 1)
-    return [pattern[: found.start()] + str(number) + pattern[found.end() :] for number in numbers]
-
-
-def fold(numbers: list[int]) -> str:
-    """Write sorted numbers as ``{0-2,5}``; a single number is written plain."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    spans: list[str] = []
-    start = previous = numbers[0]
-    for number in [*numbers[1:], None]:
-        if number is not None and number == previous + 1:
-            previous = number
-            continue
-        spans.append(str(start) if start == previous else f"{start}-{previous}")
-        if number is not None:
-            start = previous = number
-    return "{" + ",".join(spans) + "}"

@@ -8,7 +8,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autoshard.layout import columns, reasoned, section
-from autoshard.plans import ModulePlan, Plan, TensorPlan, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import ModulePlan, Plan, TensorPlan
 
 _LEGEND = "R whole, V whole with a partial gradient, S(d) cut on dim d, P a partial sum"
 _RETURNED = ", D a DTensor that says how it is cut"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.plans import fold, unfold
+from autoshard.patterns import fold, unfold
 
 _KIB = 1024
 _Row = tuple[str, ...]

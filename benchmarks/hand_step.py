@@ -68,8 +68,9 @@ def page(found: list[Row], pairs: int) -> str:
         mean = math.exp(statistics.fmean(math.log(r.ratio) for r in found if r.ranks == ranks))
         means.append(f"{mean:.2f} on {ranks} ranks")
     head = (
-        f"{pairs} pairs of steps in turn on {os.cpu_count()} cores with gloo, torch {torch.__version__}; batch {BATCH} x "
-        f"{LENGTH} tokens, a vocabulary of {VOCABULARY}, float32, AdamW. Geometric mean of the ratios: {', '.join(means)}."
+        f"{pairs} pairs of steps in turn on {os.cpu_count()} cores with gloo, torch {torch.__version__}; batch {BATCH} "
+        f"x {LENGTH} tokens, a vocabulary of {VOCABULARY}, float32, AdamW. Geometric mean of the ratios: "
+        f"{', '.join(means)}."
     )
     header = ("ranks (tp)", "hidden", "layers", "by hand, ms", "ratio of ours", "95 % interval")
     return head + "\n\n" + table(header, lines)

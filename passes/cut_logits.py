@@ -1,8 +1,8 @@
 """Keep logits cut over the vocabulary up to what the model returns.
 
-Reads the placed cuts. Where a result of the model is what a gather over its last dim made whole (``S(-1)->R``), or is made
-of that by ops on each element alone, and nothing else reads it, the gather becomes ``S(-1)->D``: a DTensor that says how it
-is cut. Leaves every other gather as it was, and says why no result stays cut where none can.
+Reads the placed cuts. Where a result of the model is what a gather over its last dim made whole (``S(-1)->R``), or is
+made of that by ops on each element alone, and nothing else reads it, the gather becomes ``S(-1)->D``: a DTensor that
+says how it is cut. Leaves every other gather as it was, and says why no result stays cut where none can.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CutLogits:
     """Return the results of a model that are gathered over their last dim as they are cut."""
 
     def run(self, placed: Placed) -> Placed:
-        """Return the placed cuts with logits that stay cut; as they were where there are none, or something reads them."""
+        """Return the placed cuts with logits that stay cut; as they were where there are none, or one is read."""
         ways = _Ways(placed)
         if not ways.kept or ways.blocked:
             return placed
@@ -56,11 +56,12 @@ def refusal(placed: Placed) -> InvalidArgument:
     degree, size = placed.chosen.degree, _last(maker)
     at = f"{maker.module or 'the model'} ({maker.where})"
     if maker.target in ROLES and size % degree:
-        divisors = [str(n) for n in range(1, size + 1) if size % n == 0][:_DIVISORS]
+        divisors = [str(n) for n in range(1, size + 1) if size % n == 0]
+        shown = divisors[:_DIVISORS] + ["..."] * (len(divisors) > _DIVISORS)
         return InvalidArgument(
             f"cannot keep {size} logits cut over {degree} tensor-parallel ranks",
             at=at,
-            got=f"tp={degree}, {size} logits; allowed: {', '.join(divisors)}{', ...' if len(divisors) == _DIVISORS else ''}",
+            got=f"tp={degree}, {size} logits; allowed: {', '.join(shown)}",
             help=f"pad the vocabulary to a multiple of tp, take another tp, or {_LEAVE_OUT}",
         )
     return InvalidArgument(

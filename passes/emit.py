@@ -22,6 +22,7 @@ from autoshard.passes.returns import find_returns
 from autoshard.passes.states import Placed
 from autoshard.passes.weights import members
 from autoshard.passes.whys import Whys
+from autoshard.patterns import fold
 from autoshard.plans import (
     GradSum,
     Mesh,
@@ -32,7 +33,6 @@ from autoshard.plans import (
     TensorPlan,
     Unit,
     Workload,
-    fold,
 )
 
 

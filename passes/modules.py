@@ -10,7 +10,8 @@ from dataclasses import asdict
 from autoshard.folding import fold_strings
 from autoshard.passes.states import Placed
 from autoshard.passes.whys import Whys
-from autoshard.plans import SEQUENCE, ModulePlan, Replacement, TensorPlan, module_plan, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import SEQUENCE, ModulePlan, Replacement, TensorPlan, module_plan
 
 _WHY_DRAWN = {
     "per_rank": "random numbers for each rank's share are the rank's own",

@@ -12,7 +12,8 @@ from autoshard.passes.extents import Extents, at
 from autoshard.passes.factors import count
 from autoshard.passes.flops import Flops
 from autoshard.passes.states import Placed
-from autoshard.plans import Coverage, TensorPlan, Workload, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import Coverage, TensorPlan, Workload
 
 
 def coverage(placed: Placed, parameters: Mapping[str, TensorPlan], workload: Workload) -> Coverage:
@@ -73,8 +74,8 @@ def assumptions(placed: Placed) -> tuple[str, ...]:
         )
     for output in (o for o in traced.outputs if o.value in placed.logits):
         found.append(
-            f"{output.path or 'the result'} is a DTensor, cut over tp along its last dim, where gradients are recorded: the loss "
-            "is computed on it under torch's loss_parallel; it is whole under torch.no_grad()"
+            f"{output.path or 'the result'} is a DTensor, cut over tp along its last dim, where gradients are recorded, "
+            "for a loss under torch's loss_parallel; it is whole under torch.no_grad()"
         )
     if kept:
         names = ", ".join(sorted(kept))

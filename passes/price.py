@@ -105,6 +105,7 @@ class Pricing:
             dear=value(unit.dear),
             entered=value(unit.entered),
             beyond=value(unit.beyond),
+            early=value(unit.early),
             flops=value(unit.flops),
             moved=value(unit.moved),
             launches=unit.launches,

@@ -20,7 +20,7 @@ from autoshard.passes.backward import Step, worst_moment
 from autoshard.passes.extents import ONE, RING, ZERO, Extents, at
 from autoshard.passes.flops import Flops
 from autoshard.passes.kept import Keeping, Layout
-from autoshard.passes.states import Placed
+from autoshard.passes.states import Conversion, Placed
 from autoshard.passes.weights import Weight, main_dtype, weights
 from autoshard.plans import Workload
 
@@ -37,6 +37,8 @@ class UnitProfile:
         entered: bytes of its arguments that take a gradient: what full checkpointing keeps.
         beyond: bytes that backward of the unit needs at its worst moment beside what is kept: gradients of activations
             and of its whole parameters, less what is freed by then.
+        early: bytes of gradients of its whole parameters that are there before backward of any other unit; 0 but for the
+            root, whose gradients FSDP reduces at the end.
         flops: of its matmuls and attention in one forward.
         dear_flops: as ``flops``: what selective checkpointing does not compute again.
         moved: bytes that its other ops read and write in one forward.
@@ -50,6 +52,7 @@ class UnitProfile:
     dear: PolyElement = ZERO
     entered: PolyElement = ZERO
     beyond: PolyElement = ZERO
+    early: PolyElement = ZERO
     flops: PolyElement = ZERO
     moved: PolyElement = ZERO
     launches: int = 0
@@ -83,6 +86,7 @@ class _Sums:
     kept: PolyElement = ZERO
     dear: PolyElement = ZERO
     steps: list[Step] = field(default_factory=list)
+    early: dict[str, PolyElement] = field(default_factory=dict)
     flops: PolyElement = ZERO
     moved: PolyElement = ZERO
     launches: int = 0
@@ -124,6 +128,12 @@ class _Walk:
         self.guessed: dict[str, None] = {}
         self._homes: dict[str, str] = {}
         self.flops = Flops(placed, self.extents)
+        self.inside = False  # whether an op of a unit inside the root was seen
+        self.gathers: dict[str, list[Conversion]] = {}
+        for conversion in placed.in_training():
+            if conversion.kind.startswith("S"):
+                self.gathers.setdefault(conversion.value, []).append(conversion)
+        self.whole: dict[str, str] = {}  # the value of which each gathered copy is made
         self.main: torch.dtype = getattr(torch, main_dtype(self.traced))
         self.element = dtype_bytes(workload.dtype)
 
@@ -177,24 +187,34 @@ class _Walk:
             if call.fqn == unit and unit in self.blocks:
                 entered += sum((self._bytes(v) for v in dict.fromkeys(call.inputs.values()) if self._grad(v)), ZERO)
                 break
+        beyond, early = worst_moment(sums.steps, self.size), sum(sums.early.values(), ZERO)
         return UnitProfile(
-            unit, unit in self.blocks, sums.kept, sums.dear, entered, worst_moment(sums.steps, self.size), sums.flops,
-            sums.moved, sums.launches,
-        )  # fmt: skip
+            unit,
+            unit in self.blocks,
+            sums.kept,
+            sums.dear,
+            entered,
+            beyond,
+            early,
+            sums.flops,
+            sums.moved,
+            sums.launches,
+        )
 
     def _op(self, op: Op, unit: str) -> None:
         sums = self.sums[unit]
         self.makers[op.name] = unit
+        self.inside |= bool(unit)
         kept = self.keeping.run(op)
         refs = op.refs()
         if not kept.known:
             self.guessed[op.target] = None
         shared = 0 in kept.views
         if shared:
-            self.base[op.name] = self._base(refs[kept.views[0]])
+            self.base[op.name] = self._read(op, refs[kept.views[0]])
         before = sums.kept
         for index in kept.operands:
-            self._keep(self._base(refs[index]), unit)
+            self._keep(self._read(op, refs[index]), unit)
         for index in kept.results:
             self._keep(op.name, unit, index)
         made = sum((self._like(op, shape) * element for shape, element in kept.made), ZERO)
@@ -205,6 +225,8 @@ class _Walk:
             sums.last = len(self.made[unit]) - 1
         if kept.grad:
             sums.steps.append(self._step(op, sums.kept - before, shared))
+            if not unit and self.inside:
+                sums.early.update((ref, self._bytes(ref)) for ref in refs if ref in self.held and self._grad(ref))
         if not shared:
             self._time(op, sums)
 
@@ -225,8 +247,18 @@ class _Walk:
         key = f"{value}:{result}"
         if value in self.held or key in self.seen:
             return
-        self.seen[key] = size = self._bytes(value, result)
-        self.sums[unit if self._grad(value) else self.makers.get(value, unit)].kept += size
+        own = self.whole.get(value, value)
+        self.seen[key] = size = self._bytes(own, result, whole=value in self.whole)
+        self.sums[unit if self._grad(own) else self.makers.get(own, unit)].kept += size
+
+    def _read(self, op: Op, value: str) -> str:
+        """Return the tensor an op reads a value from: what it is a view of, or the copy that was gathered of it."""
+        for conversion in self.gathers.get(value, ()):
+            if (conversion.call in op.calls) is (conversion.side != "outputs"):
+                name = f"{value} gathered for {conversion.share or conversion.call}"
+                self.whole[name] = value
+                return name
+        return self._base(value)
 
     def _base(self, value: str) -> str:
         return self.base.get(value, value)
@@ -239,9 +271,9 @@ class _Walk:
         layouts = self.keeping.layouts.get(value, ())
         return layouts[result] if result < len(layouts) else None
 
-    def _bytes(self, value: str, result: int = 0) -> PolyElement:
+    def _bytes(self, value: str, result: int = 0, whole: bool = False) -> PolyElement:
         layout = self._layout(value, result)
-        return ZERO if layout is None else self.extents.numel(value, result) * self._element(layout.dtype)
+        return ZERO if layout is None else self.extents.numel(value, result, whole) * self._element(layout.dtype)
 
     def _element(self, dtype: torch.dtype) -> int:
         """Return the bytes of an element, of the workload's dtype where that takes the place of ``dtype``."""

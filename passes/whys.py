@@ -51,6 +51,8 @@ class Whys:
             return "held whole, as every rank needs some of it; each reads its share of the rest"
         if fqn in self.looked_up:
             return "rows are looked up where they live; the parts are summed"
+        if cut.ends & self.placed.logits:
+            return "its output stays cut: the loss works on each rank's part of it"
         if cut.gathered:
             why = self.placed.chosen.whys.get(fqn)
             return f"its output is cut, then gathered: {why}" if why else "its output is cut, then gathered"

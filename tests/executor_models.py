@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.plans import Coverage, GradSum, Mesh, ModulePlan, Plan, TensorPlan, Unit, fold
+from autoshard.patterns import fold
+from autoshard.plans import Coverage, GradSum, Mesh, ModulePlan, Plan, TensorPlan, Unit
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ S(d)->D    a DTensor, Shard(d)   its local part
 
 **A** is a part of a mean, each rank's own of an equal share. ``P->V`` and ``A->V`` are made whole and enter at once:
 ``P->R`` or ``A->R``, then ``R->V``. **D** is a DTensor of the tp mesh with ``[Shard(d)]``, for the loss behind the
-model; where no gradients are recorded ``S(d)->D`` is ``S(d)->R``, so that what generates and evaluates sees whole values.
+model; where no gradients are recorded ``S(d)->D`` is ``S(d)->R``: what generates and evaluates sees whole values.
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 

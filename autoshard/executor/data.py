@@ -48,8 +48,8 @@ def token_mean(loss_sum: Tensor, num_tokens: int | Tensor, model: nn.Module) -> 
     time, this rank's tokens of all of them: the answers then add up to the mean.
 
     Args:
-        loss_sum: this rank's sum of losses, a scalar, equal over tp; also the DTensor that cross-entropy gives on logits
-            that are cut.
+        loss_sum: this rank's sum of losses, a scalar, equal over tp; also the DTensor that cross-entropy gives on
+            logits that are cut.
         num_tokens: how many tokens it sums, ignored ones left out. 0 is fine.
         model: the parallelized model.
 

@@ -17,7 +17,7 @@ from autoshard.inputs import example_inputs
 from autoshard.passes.factorise import Factored
 from autoshard.passes.factors import Factor, find, leaves, narrowed
 from autoshard.passes.states import Placed
-from autoshard.plans import fold
+from autoshard.patterns import fold
 from autoshard.proving.replica import Shape, below
 from autoshard.proving.smaller import WHOLE, Smaller, bounds, follows, narrow_inputs
 from autoshard.twin import make_twin

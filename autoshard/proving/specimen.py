@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autoshard.errors import InvalidArgument
 from autoshard.passes.states import Placed
-from autoshard.plans import Mesh, Plan, TensorPlan, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import Mesh, Plan, TensorPlan
 from autoshard.proving.replica import Shape, replicate
 from autoshard.proving.shrink import shrink
 from autoshard.proving.smaller import WHOLE, Smaller

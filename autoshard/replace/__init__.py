@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from autoshard.errors import PlanMismatch, near
-from autoshard.plans import Replacement, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import Replacement
 from autoshard.replace.attention import Attention
 from autoshard.replace.stacks import Decoder, Encoder
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autoshard.folding import fold_refusals, fold_strings, split_number
-from autoshard.plans import Refusal, unfold
+from autoshard.patterns import unfold
+from autoshard.plans import Refusal
 
 
 def test_equal_texts_fold_over_the_first_number() -> None:

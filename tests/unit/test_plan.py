@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sample_plans import decoder_plan, uncut_plan
 
 from autoshard.errors import InvalidArgument
-from autoshard.plans import GradSum, Mesh, ModulePlan, PassTime, Plan, Replacement, Unit, fold, unfold
+from autoshard.patterns import fold, unfold
+from autoshard.plans import GradSum, Mesh, ModulePlan, PassTime, Plan, Replacement, Unit
 
 
 @pytest.mark.parametrize("plan", [decoder_plan(), uncut_plan()])

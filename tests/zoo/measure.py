@@ -14,8 +14,9 @@ from torch import nn
 import autoshard
 from autoshard.folding import fold_strings
 from autoshard.hand.reader import from_hand
+from autoshard.patterns import unfold
 from autoshard.pipeline import Options, Stages, run
-from autoshard.plans import Plan, unfold
+from autoshard.plans import Plan
 from zoo.agreement import added, agreement
 from zoo.rows import Agreement, Left, Row
 from zoo.tiny import tiny
