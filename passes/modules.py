@@ -11,7 +11,8 @@ from autoshard.folding import fold_strings
 from autoshard.passes.states import Placed
 from autoshard.passes.whys import Whys
 from autoshard.patterns import unfold
-from autoshard.plans import SEQUENCE, ModulePlan, Replacement, TensorPlan, module_plan
+from autoshard.plan_data import module_plan
+from autoshard.plans import SEQUENCE, ModulePlan, Replacement, TensorPlan
 
 _WHY_DRAWN = {
     "per_rank": "random numbers for each rank's share are the rank's own",

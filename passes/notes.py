@@ -74,8 +74,8 @@ def assumptions(placed: Placed) -> tuple[str, ...]:
         )
     for output in (o for o in traced.outputs if o.value in placed.logits):
         found.append(
-            f"{output.path or 'the result'} is a DTensor, cut over tp along its last dim, where gradients are recorded, "
-            "for a loss under torch's loss_parallel; it is whole under torch.no_grad()"
+            f"{output.path or 'the result'} is a DTensor, cut over tp along its last dim, where gradients are kept, "
+            "for torch's loss_parallel; it is whole under torch.no_grad()"
         )
     if kept:
         names = ", ".join(sorted(kept))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 import weakref
@@ -21,6 +22,16 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.reading import read_plan
 
+#: options of a plan, and the optimizer it is for
+OPTIMIZERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "adamw": ({}, functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)),
+    "sgd-momentum": (
+        {"optimizer": "sgd-momentum"},
+        functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=True),
+    ),
+    "sgd": ({"optimizer": "sgd"}, functools.partial(torch.optim.SGD, lr=0.01, foreach=True)),
+    "masters": ({"masters": "float32"}, functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)),
+}
 LAYERS, VOCAB, BATCH, LENGTH = 8, 256, 4, 8
 WAYS = {
     "made after sharding, by a factory": "after",
@@ -30,10 +41,11 @@ WAYS = {
 }
 
 
-def build() -> nn.Module:
+def build(trained: str = "adamw") -> nn.Module:
     """A decoder of many equal blocks: one block is a small part of it."""
     torch.manual_seed(0)
-    return Decoder(vocab=VOCAB, layers=LAYERS, kv_heads=4)
+    model = Decoder(vocab=VOCAB, layers=LAYERS, kv_heads=4)
+    return model.bfloat16() if trained == "masters" else model
 
 
 def ids(seed: int, rows: slice = slice(None)) -> Tensor:
@@ -51,7 +63,9 @@ def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.dim()]
 
 
-def measure(data: dict[str, Any], when: str, start: str, compare: bool = True) -> dict[str, Any]:
+def measure(
+    data: dict[str, Any], when: str, start: str, compare: bool = True, trained: str = "adamw"
+) -> dict[str, Any]:
     """Shard a model and take one step; return bytes on this rank.
 
     Args:
@@ -59,12 +73,14 @@ def measure(data: dict[str, Any], when: str, start: str, compare: bool = True) -
         when: a value of ``WAYS``.
         start: ``"cpu"`` or ``"meta"``: where the model is when it is sharded.
         compare: whether the ranks compare their values first; its sums take up to 24 MiB for a while.
+        trained: a key of ``OPTIMIZERS``.
     """
     plan = read_plan(data)
     with torch.device(start):
-        model = build()
+        model = build(trained)
+    make_optimizer = OPTIMIZERS[trained][1]
     optimizer: torch.optim.Optimizer | None
-    optimizer = None if when == "after" else torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    optimizer = None if when == "after" else make_optimizer(model.parameters())
     if when == "populated":
         assert optimizer is not None
         token_loss(model(ids(0)), ids(0)).backward()
@@ -77,7 +93,7 @@ def measure(data: dict[str, Any], when: str, start: str, compare: bool = True) -
     live = LiveBytes(held)
     before = live.now
     del held
-    make: Any = (lambda named: torch.optim.AdamW(named, lr=0.01, foreach=True)) if when == "after" else optimizer
+    make: Any = make_optimizer if when == "after" else optimizer
     skip = contextlib.nullcontext() if compare else mock.patch("autoshard.executor.execute.equalise")
     with live, skip, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

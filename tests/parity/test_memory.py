@@ -7,7 +7,7 @@ from typing import Any
 import memory_workers
 import pytest
 import torch
-from memory_workers import BATCH, LENGTH, WAYS, build
+from memory_workers import BATCH, LENGTH, OPTIMIZERS, WAYS, build
 
 import autoshard
 
@@ -15,13 +15,14 @@ MESHES = {"4": {"dp_shard": 4, "tp": 1}, "2x2": {"dp_shard": 2, "tp": 2}}
 SLACK = 64  # a step count of 4 bytes for each of a few parameters, and what FSDP keeps per group
 
 
-def made(mesh: str) -> Any:
+def made(mesh: str, trained: str = "adamw") -> Any:
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    return autoshard.plan(build(), world=4, example_inputs=(ids,), **MESHES[mesh])  # type: ignore[arg-type]
+    options = OPTIMIZERS[trained][0]
+    return autoshard.plan(build(trained), world=4, example_inputs=(ids,), **MESHES[mesh], **options)  # type: ignore[arg-type]
 
 
-def measured(gloo: Any, plan: Any, when: str, start: str, compare: bool = True) -> list[dict[str, Any]]:
-    answers: list[dict[str, Any]] = gloo(4).run(memory_workers.measure, plan.to_dict(), when, start, compare)
+def measured(gloo: Any, plan: Any, when: str, start: str, compare: bool = True, trained: str = "adamw") -> list[Any]:
+    answers: list[Any] = gloo(4).run(memory_workers.measure, plan.to_dict(), when, start, compare, trained)
     return answers
 
 
@@ -51,6 +52,18 @@ def test_nothing_of_the_full_model_is_left(gloo: Any, mesh: str, when: str) -> N
         assert got["after the call"] <= held + 8 * len(plan.parameters) + SLACK
         # no second full copy at any time
         assert got["peak"] <= got["before the call"] + largest + SLACK
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("trained", ["sgd", "sgd-momentum", "masters"])
+def test_what_the_optimizer_and_the_precision_take_is_predicted(gloo: Any, mesh: str, trained: str) -> None:
+    plan, plain = made(mesh, trained), made(mesh)
+    for got in measured(gloo, plan, "after", "cpu", compare=False, trained=trained):
+        assert got["trains"]
+        predicted = {kind: plan.memory_bytes[kind] for kind in ("parameters", "gradients", "optimizer")}
+        assert {kind: got[kind] for kind in predicted} == predicted
+    times = {"sgd": 0, "sgd-momentum": 1, "masters": 2}[trained]
+    assert plan.memory_bytes["optimizer"] == times * plain.memory_bytes["gradients"]
 
 
 def test_an_optimizer_that_is_not_given_keeps_the_whole_model_and_trains_nothing(gloo: Any) -> None:

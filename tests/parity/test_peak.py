@@ -39,7 +39,14 @@ POINTS = {
     for point in (
         Point("parameters", llama, (1, 4, 1), 1, 4),
         Point("tp alone", llama, (1, 1, 2), 2, 32),
-        Point("sequence cut, selective", llama, (2, 2, 2), 2, 32, {"checkpointing": "selective", "sequence_parallel": True}),
+        Point(
+            "sequence cut, selective",
+            llama,
+            (2, 2, 2),
+            2,
+            32,
+            {"checkpointing": "selective", "sequence_parallel": True},
+        ),
         Point("replicas, mixed precision", Decoder, (4, 1, 1), 4, 64, {"mixed_precision": "bfloat16"}, torch.float32),
         Point("gpt2, full", gpt2, (1, 4, 1), 2, 64, {"checkpointing": "full"}),
         Point("experts, masters", mixtral, (1, 4, 1), 2, 32, {"masters": "float32"}),
