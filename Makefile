@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint type unit golden zoo parity meshes clean
+.PHONY: demo test lint type unit golden zoo parity meshes collectives clean
 
 demo: $(VENV)/stamp
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,10 @@ parity: $(VENV)/stamp
 # choose a mesh for every published configuration: some minutes; a broken run goes on where it stopped
 meshes: $(VENV)/stamp
 	$(BIN)/python benchmarks/published.py --write
+
+# count the collectives of a step by axis, on the fake process group, against the plan's: some minutes
+collectives: $(VENV)/stamp
+	$(BIN)/python benchmarks/collectives.py --write
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

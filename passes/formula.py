@@ -127,6 +127,7 @@ def _unit(unit: UnitProfile, workload: Workload, main: str) -> cost.Unit:
         dear=value(unit.dear),
         entered=value(unit.entered),
         beyond=value(unit.beyond),
+        early=value(unit.early),
         flops=value(unit.flops),
         moved=value(unit.moved),
         launches=unit.launches,

@@ -37,8 +37,8 @@ class UnitProfile:
         entered: bytes of its arguments that take a gradient: what full checkpointing keeps.
         beyond: bytes that backward of the unit needs at its worst moment beside what is kept: gradients of activations
             and of its whole parameters, less what is freed by then.
-        early: bytes of gradients of its whole parameters that are there before backward of any other unit; 0 but for the
-            root, whose gradients FSDP reduces at the end.
+        early: bytes of gradients of its whole parameters that are there before backward of any other unit; 0 but for
+            the root, whose gradients FSDP reduces at the end.
         flops: of its matmuls and attention in one forward.
         dear_flops: as ``flops``: what selective checkpointing does not compute again.
         moved: bytes that its other ops read and write in one forward.

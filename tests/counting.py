@@ -56,7 +56,7 @@ class CountAxes(TorchDispatchMode):
         if group.size() == 1:
             return
         (payload,) = args[0] if isinstance(args[0], list) else [args[0 if output else 1]]
-        key = self.axes[group.group_name], op
+        key = self.axes[str(group.group_name)], op
         count, size = self.sent.get(key, (0, 0))
         self.sent[key] = (count + 1, size + payload.nbytes)
 
@@ -75,12 +75,13 @@ def started(model: nn.Module, plan: Plan, ids: Tensor, training: Training) -> Se
     with fake_world(plan.mesh.world):
         mesh = make_mesh(plan, "cpu")
         groups = {axis: mesh[axis].get_group() for axis in AXES}
-        axes = {group.group_name: axis for axis, group in groups.items() if dist.get_world_size(group) > 1}
+        axes = {str(group.group_name): axis for axis, group in groups.items() if dist.get_world_size(group) > 1}
         apply(model, plan, mesh, training=training)
         token_loss(model(ids), ids).backward()
         with CountAxes(axes) as seen:
             token_loss(model(ids), ids).backward()
-    return seen.sent
+    sent: Sent = seen.sent
+    return sent
 
 
 def trainable(name: str, dtype: torch.dtype) -> nn.Module:
@@ -96,7 +97,7 @@ def planned(model: nn.Module, shape: tuple[int, int, int], batch: int = 2, lengt
     ids = torch.zeros(batch, length, dtype=torch.long)
     given: Any = {"input_ids": ids} if hasattr(model, "config") else (ids,)
     asked: dict[str, Any] = {"reshard": True, "sequence_parallel": False, "checkpointing": "none"} | options
-    degrees = dict(zip(AXES, shape, strict=True))
+    degrees: dict[str, Any] = dict(zip(AXES, shape, strict=True))
     wanted = Options(math.prod(shape), example_inputs=given, batch=batch, sequence=length, **degrees, **asked)
     return run(model, wanted)[0]
 

@@ -54,7 +54,7 @@ class Point:
         model = self.model()
         given: Any = {"input_ids": ids} if hasattr(model, "config") else (ids,)
         asked: dict[str, Any] = {"reshard": True, "sequence_parallel": False, "checkpointing": "none"}
-        degrees = dict(zip(AXES, self.mesh, strict=True))
+        degrees: dict[str, Any] = dict(zip(AXES, self.mesh, strict=True))
         wanted = Options(
             math.prod(self.mesh), batch=self.batch, sequence=self.length, example_inputs=given, **degrees,
             **asked | dict(self.options),

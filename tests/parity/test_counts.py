@@ -73,7 +73,7 @@ def test_masters_are_gathered_narrow_and_reduced_wide() -> None:
 
 @pytest.mark.parametrize(("kind", "sends"), [("P->R", (None, None)), ("R->V", ("all_reduce", "all_reduce"))])
 def test_a_conversion_that_is_predicted_to_send_otherwise(kind: str, sends: tuple[str | None, str | None]) -> None:
-    with mock.patch.dict(traffic.SENDS, {kind: sends}):  # type: ignore[arg-type]
+    with mock.patch.dict(traffic.SENDS, {kind: sends}):
         said, sent = both("decoder", (1, 1, 2))
     assert said != sent
 

@@ -86,7 +86,7 @@ def test_the_middle_is_closer() -> None:
         (cost, "gathered_bytes", lambda unit: 0, "parameters"),
         (cost, "kept_bytes", lambda unit, checkpointing: 0, "tp alone"),
         (cost, "state_bytes", lambda units, s: 0, "parameters"),
-        (profile, "worst_moment", lambda steps, size: ZERO, "gpt2, full"),
+        (profile, "worst_moment", lambda steps, size: ZERO, "parameters"),
     ],
 )
 def test_a_term_that_is_left_out_is_found(where: Any, part: str, without: Any, name: str) -> None:

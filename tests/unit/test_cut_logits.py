@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from logits_models import Capped, Chosen, Headless, Sliced, Two, Within, make
+from logits_models import Capped, Chosen, Headless, Sliced, Twice, Two, Within, make
 from models import Decoder, build
 from torch import nn
 
 from autoshard import cost, verify
 from autoshard.api import plan as make_plan
 from autoshard.errors import InvalidArgument
+from autoshard.exploring import formulas
 from autoshard.plans import ModulePlan, Plan
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
@@ -100,7 +101,7 @@ def test_a_vocabulary_that_does_not_divide() -> None:
     assert error.got == "tp=2, 25 logits; allowed: 1, 5, 25"
 
 
-@pytest.mark.parametrize(("model", "op"), [(Sliced, "aten.slice"), (Chosen, "aten.argmax")])
+@pytest.mark.parametrize(("model", "op"), [(Sliced, "aten.slice"), (Chosen, "aten.argmax"), (Twice, "aten.argmax")])
 def test_code_that_reads_the_whole_logits(model: type[nn.Module], op: str) -> None:
     error = refused(model())
     assert error.what == "the model works on its whole logits, so that they cannot stay cut"
@@ -142,6 +143,14 @@ def test_each_rank_holds_its_part_of_the_loss() -> None:
     assert cut.memory_bytes["loss"] == cost.CUT_LOSS_BYTES * elements // 4
     assert whole.peak_when == "at the loss"
     assert whole.peak_bytes - cut.peak_bytes > elements
+
+
+def test_the_formula_says_so_too() -> None:
+    options: dict[str, Any] = {"tp": 2, "batch": 3, "sequence": 16, "example_inputs": (IDS,)}
+    written = formulas(Decoder(), 2, logits="sharded", **options)
+    plan = planned(Decoder(), **options)
+    numbers = {"B": 3, "T": 16, "t": 2, "s": 1, "r": 1}
+    assert written.value(written.memory["loss"], **numbers) == plan.memory_bytes["loss"]
 
 
 def test_what_a_cap_keeps_is_a_rank_s_part() -> None:
