@@ -63,7 +63,10 @@ class Boundaries:
             flow.states[op.name] = State.R
             return
         for call, path in self._returned_by(op):
-            self._convert(call, "outputs", path, kind, op.name, why)
+            if not self._left_to_code(op, call):
+                self._convert(call, "outputs", path, kind, op.name, why)
+            elif not self._convert_inside(op, op.name, kind, why):
+                raise Refused(op, "code that the trace did not run may use it before the model returns it", inside=True)
             flow.states[op.name] = State.R
             return
         if kind == "P->R" and "lookup" not in flow.contracts(op) and self._leave_into(op):
@@ -74,6 +77,15 @@ class Boundaries:
             flow.states[op.name] = State.R
         elif not flow.users[op.name] and op.name not in flow.returned:
             raise Refused(op, "the partial sum is returned by no module", flow.origins.get(op.name, ()))
+
+    def _left_to_code(self, op: Op, call: Call) -> bool:
+        """Whether what the model returns is made in code that may do more with it than the trace saw: a loss, say.
+
+        A module that calls others and makes the value itself may, given labels, use it before it returns it. A module
+        that calls none, such as a head, is taken to do no more than what it did.
+        """
+        own = call.id == op.calls[-1] and op.name in self.flow.returned
+        return own and any(other.parent == call.id for other in self.flow.calls.values())
 
     def _average(self, op: Op) -> None:
         """Make a mean of the ranks' means right where it is made: it cannot be added to sums."""

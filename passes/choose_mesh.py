@@ -237,5 +237,5 @@ def _divisors(number: int) -> list[int]:
 
 def _where_time_goes(price: Price) -> str:
     """Say what takes the time: compute, collectives of tp and of data parallelism that nothing hides, the optimizer."""
-    shares = [(f"{seconds / price.step:.0%}", name) for name, seconds in price.seconds.items()]
-    return ", ".join(f"{name} {share}" for share, name in shares if share not in ("0%", "1%"))
+    shares = [(name, round(100 * seconds / price.step)) for name, seconds in price.seconds.items()]
+    return ", ".join(f"{name} {share}%" for name, share in shares if share > 1)

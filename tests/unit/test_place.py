@@ -9,9 +9,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from simulate import same_on_all, simulated
 from torch import Tensor, nn
 
 from autoshard.api import plan as make_plan
+from autoshard.executor.execute import apply, make_mesh
 from autoshard.plans import Plan
 from autoshard.proving.verification import verify
 
@@ -223,3 +225,29 @@ def test_small_cuts_that_do_not_pay_are_left_unless_tp_is_pinned(pinned: bool) -
     assert plan.parameters["big.weight"].tp_dim == 0
     assert (plan.parameters["a.weight"].tp_dim is not None) == pinned
     assert pinned or "products for each element moved" in plan.parameters["a.weight"].why
+
+
+class OwnHead(nn.Module):
+    """Its own code makes the logits; given labels, which the trace is not, it makes a loss of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        h = self.table(ids)
+        h = h + self.down(torch.relu(self.up(h)))
+        logits = F.linear(h, self.table.weight)
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_what_the_models_own_code_returns_is_whole_for_code_that_did_not_run() -> None:
+    torch.manual_seed(0)
+    model, ids = OwnHead().double(), torch.randint(0, 32, (2, 7))
+    want = float(model(ids, labels=ids).detach())
+    plan = make_plan(model, world=2, tp=2, example_inputs=(ids,))
+    assert any("F.linear(h, self.table.weight)" in one.before for _, m in plan.module_plans() for one in m.rewrites)
+    with simulated(2):
+        apply(model, plan, make_mesh(plan, "cpu"))
+        assert float(same_on_all(model(ids, labels=ids)).detach()) == pytest.approx(want, rel=1e-12)
