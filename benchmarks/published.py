@@ -123,6 +123,8 @@ def settings(row: Row) -> dict[str, Any]:
         "device": cluster,
         "checkpointing": row.checkpointing or None,
         "masters": "float32",
+        # as all of these sources do under tp: the loss runs on logits that stay cut
+        "logits": "sharded" if row.sequence else "whole",
         "dp_shard": 1 if pinned else None,
     }
     return found | ({} if row.sequence else {"example_inputs": diffusion.inputs(_IMAGE_TOKENS)})

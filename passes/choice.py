@@ -54,7 +54,8 @@ def advise(best: MeshChoice, meshes: ChooseMesh, prices: Prices, workload: Workl
         )
     if best.total_bytes - held["loss"] <= meshes.budget:
         found.append(
-            f"a loss that is computed in chunks of the sequence would fit: it takes {human_bytes(held['loss'])}"
+            f'a loss in chunks of the sequence, or under tp on logits="sharded", would fit: it takes '
+            f"{human_bytes(held['loss'])}"
         )
     host = sum(held[kind] for kind in ("parameters", "gradients", "optimizer"))
     if best.total_bytes - host <= meshes.budget:
@@ -71,7 +72,8 @@ def _smallest_world(meshes: ChooseMesh, prices: Prices) -> MeshChoice | None:
     """Return the choice for the smallest larger world that fits, by powers of two up to ``_MOST`` times as large."""
     times = 2
     while times <= _MOST:
-        larger = replace(meshes, world=meshes.world * times, dp_shard=None, dp_replicate=None)
+        # replicas hold what they held: only wider sharding needs less
+        larger = replace(meshes, world=meshes.world * times, dp_shard=None, dp_replicate=1)
         if meshes.global_batch is None or meshes.global_batch % (larger.world // (meshes.tp or 1)) == 0:
             best = larger.run(prices)[0]
             if best.fits:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from spawn import Pool, close_all, pool
+
+# tests run side by side, one to a core: threads of one would only wait for those of the other
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
