@@ -16,9 +16,9 @@ from sympy.polys.rings import ring
 
 from autoshard import cost
 from autoshard.passes.extents import at
-from autoshard.passes.price import Pricing
+from autoshard.passes.price import Pricing, evaluated
 from autoshard.passes.profile import UnitProfile
-from autoshard.passes.weights import MOMENTS, Bytes
+from autoshard.passes.weights import Bytes
 from autoshard.plans import Workload
 
 #: sequences per data rank, tokens per sequence, and the degrees of tp, dp_shard and dp_replicate
@@ -108,27 +108,4 @@ def _text(size: Any) -> sympy.Expr:
 
 def _unit(unit: UnitProfile, workload: Workload, main: str) -> cost.Unit:
     sizes = [(w, Bytes.of(w, workload, main), at(w.elements, _B, _T, _t)) for w in unit.weights]
-    trained = [(size, n) for w, size, n in sizes if w.trainable]
-    gradients = sum(size.stored * n for size, n in trained)
-
-    def value(size: Any) -> Any:
-        return at(size, _B, _T, _t)
-
-    return cost.Unit(
-        name=unit.module,
-        block=unit.block,
-        root=not unit.module,
-        parameters=sum(size.stored * n for _, size, n in sizes),
-        gradients=gradients,
-        optimizer=MOMENTS[workload.optimizer] * gradients,
-        gathered=sum(size.gathered * n for _, size, n in sizes),
-        reduced=sum(size.reduced * n for size, n in trained),
-        kept=value(unit.kept),
-        dear=value(unit.dear),
-        entered=value(unit.entered),
-        beyond=value(unit.beyond),
-        early=value(unit.early),
-        flops=value(unit.flops),
-        moved=value(unit.moved),
-        launches=unit.launches,
-    )
+    return evaluated(unit, sizes, workload, lambda size: at(size, _B, _T, _t))

@@ -6,7 +6,7 @@ Reads the profile, the collectives and the cluster. Decides nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from autoshard.cluster import Cluster
 from autoshard.passes.extents import at
 from autoshard.passes.profile import Profile, UnitProfile
 from autoshard.passes.traffic import Sent, collectives
-from autoshard.passes.weights import MOMENTS, Bytes, share
+from autoshard.passes.weights import MOMENTS, Bytes, Weight, share
 from autoshard.plans import AXES, Collective, Mesh, Workload
 
 
@@ -73,43 +73,20 @@ class Pricing:
 
     def units(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> list[cost.Unit]:
         """Return the sizes of every unit; ``batch`` and ``sequence`` may be symbols in place of the workload's."""
-        known: dict[int, cost.Unit] = {}
+        known: dict[tuple[int, int, tuple[Weight, ...]], cost.Unit] = {}
         found = []
         for unit in self.profile.units:
-            key = hash((id(unit.kept), id(unit.flops), unit.weights))
+            key = (id(unit.kept), id(unit.flops), unit.weights)
             if key not in known:
                 known[key] = self._unit(unit, mesh, workload, batch or workload.batch, sequence or workload.sequence)
             found.append(replace(known[key], name=unit.module))
         return found
 
     def _unit(self, unit: UnitProfile, mesh: Mesh, workload: Workload, batch: Any, sequence: Any) -> cost.Unit:
-        sizes = [(w, Bytes.of(w, workload, self.main)) for w in unit.weights]
-        padded = [(w, size, share(w, mesh.dp_shard) * mesh.dp_shard) for w, size in sizes]
-        trained = [(size, n) for w, size, n in padded if w.trainable]
-        gradients = sum(size.stored * n for size, n in trained)
-        sharded = mesh.data > 1 or any(size.gathered != size.stored for _, size in sizes)
-
-        def value(size: PolyElement) -> Any:
-            return at(size, batch, sequence, mesh.tp)
-
-        return cost.Unit(
-            name=unit.module,
-            block=unit.block,
-            root=not unit.module,
-            parameters=sum(size.stored * n for _, size, n in padded),
-            gradients=gradients,
-            optimizer=MOMENTS[workload.optimizer] * gradients,
-            gathered=sum(size.gathered * n for _, size, n in padded) if sharded else 0,
-            reduced=sum(size.reduced * n for size, n in trained) if sharded else 0,
-            kept=value(unit.kept),
-            dear=value(unit.dear),
-            entered=value(unit.entered),
-            beyond=value(unit.beyond),
-            early=value(unit.early),
-            flops=value(unit.flops),
-            moved=value(unit.moved),
-            launches=unit.launches,
-        )
+        sizes = [(w, Bytes.of(w, workload, self.main), share(w, mesh.dp_shard) * mesh.dp_shard) for w in unit.weights]
+        sharded = mesh.data > 1 or any(size.gathered != size.stored for _, size, _ in sizes)
+        made = evaluated(unit, sizes, workload, lambda size: at(size, batch, sequence, mesh.tp))
+        return made if sharded else replace(made, gathered=0, reduced=0)
 
     def loss(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> Any:
         """Return the bytes that the loss holds."""
@@ -212,3 +189,39 @@ class Pricing:
         for degree in degrees[index + 1 :]:
             apart *= degree
         return degrees[index], apart
+
+
+def evaluated(
+    unit: UnitProfile,
+    sizes: Sequence[tuple[Weight, Bytes, Any]],
+    workload: Workload,
+    value: Callable[[PolyElement], Any],
+) -> cost.Unit:
+    """Return the sizes of a unit whose parameters are gathered and reduced, as numbers or as expressions.
+
+    Args:
+        unit: its polynomials.
+        sizes: its parameters, their bytes an element, and their elements whole over dp_shard.
+        workload: for its optimizer.
+        value: what a polynomial is worth.
+    """
+    trained = [(size, n) for w, size, n in sizes if w.trainable]
+    gradients = sum(size.stored * n for size, n in trained)
+    return cost.Unit(
+        name=unit.module,
+        block=unit.block,
+        root=not unit.module,
+        parameters=sum(size.stored * n for _, size, n in sizes),
+        gradients=gradients,
+        optimizer=MOMENTS[workload.optimizer] * gradients,
+        gathered=sum(size.gathered * n for _, size, n in sizes),
+        reduced=sum(size.reduced * n for size, n in trained),
+        kept=value(unit.kept),
+        dear=value(unit.dear),
+        entered=value(unit.entered),
+        beyond=value(unit.beyond),
+        early=value(unit.early),
+        flops=value(unit.flops),
+        moved=value(unit.moved),
+        launches=unit.launches,
+    )
