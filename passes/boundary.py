@@ -81,11 +81,13 @@ class Boundaries:
     def _left_to_code(self, op: Op, call: Call) -> bool:
         """Whether what the model returns is made in code that may do more with it than the trace saw: a loss, say.
 
-        A module that calls others and makes the value itself may, given labels, use it before it returns it. A module
-        that calls none, such as a head, is taken to do no more than what it did.
+        A module that calls others and makes the value itself may, given labels, use it before it returns it, if its
+        code has branches. A module that calls none, such as a head, is taken to do no more than what it did.
         """
         own = call.id == op.calls[-1] and op.name in self.flow.returned
-        return own and any(other.parent == call.id for other in self.flow.calls.values())
+        if not own or not any(other.parent == call.id for other in self.flow.calls.values()):
+            return False
+        return self.texts is None or call.fqn not in self.texts.straight
 
     def _average(self, op: Op) -> None:
         """Make a mean of the ranks' means right where it is made: it cannot be added to sums."""

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard._torch import GraphRecorder
 from autoshard.ir import Op, Traced
 from autoshard.passes.trace import Trace
-from autoshard.rewrite.sites import Site, Sites
+from autoshard.rewrite.sites import Site, Sites, is_straight
 from autoshard.rewrite.source import unparsed
 
 
@@ -49,11 +49,13 @@ class Inside:
         results: the text of the call that made a value, by value.
         arguments: the text of an argument, by ``(value the call made, value it was given)``.
         copies: the block that was traced, by the name of each that was written out as a copy of it.
+        straight: modules whose ``forward`` has no branch: it does for any arguments what it did in the trace.
     """
 
     results: Mapping[str, Text]
     arguments: Mapping[tuple[str, str], Text]
     copies: Mapping[str, str]
+    straight: frozenset[str]
 
     def result(self, op: Op) -> Text | None:
         """Return the text of the call that is ``op``."""
@@ -103,7 +105,8 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
                 arguments[made, value] = written
     for made in twice:
         results.pop(made)
-    return Inside(results, arguments, traced.copies)
+    straight = frozenset(fqn for fqn, module in model.named_modules(remove_duplicate=False) if is_straight(module))
+    return Inside(results, arguments, traced.copies, straight)
 
 
 def _text(module: str, function: str, file: str, node: Any) -> Text:

@@ -207,6 +207,20 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def is_straight(module: nn.Module) -> bool:
+    """Whether a module's ``forward`` is torch's or ours, or has no branch; not where its source is not known."""
+    function = innermost(method(module, "forward"))
+    if function is None:
+        return False
+    if function.__code__.co_filename.startswith(_OURS):
+        return True
+    try:
+        node = source_of(function).node
+    except NoSource:
+        return False
+    return not any(isinstance(one, (ast.If, ast.IfExp, ast.Match, ast.Try)) for one in ast.walk(node))
+
+
 def is_called_by_users(frame: FrameType, start: FrameType) -> bool:
     """Whether a frame is the user's and below ``start`` by calls of the user's code, none of them of a module."""
     if frame.f_code.co_filename.startswith(_NOT_USERS):
