@@ -8,7 +8,7 @@ whose logits are gathered.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import autoshard
 from autoshard.plans import Plan
 
-BATCH, LENGTH, VOCABULARY, HEAD_DIM = 4, 128, 2048, 32
-#: hidden width to number of layers
-MODELS: Mapping[int, int] = {256: 4, 512: 3, 768: 2, 1024: 2}
+BATCH, LENGTH, VOCABULARY, HEAD_DIM, LAYERS = 2, 64, 2048, 32, 4
+#: hidden widths of the models
+WIDTHS = (256, 384, 512, 768, 1024)
 
 
 class Norm(nn.Module):
@@ -85,10 +85,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(LAYERS))
         self.norm = Norm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
@@ -112,12 +112,21 @@ def by_hand(model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh, styles)
 
 
+@dataclass(frozen=True)
+class Timed:
+    """One step: seconds until all ranks had gradients, seconds until all had stepped, and the loss."""
+
+    gradients: float
+    step: float
+    loss: float
+
+
 class Trained:
     """A model and its optimizer on this rank."""
 
     def __init__(self, width: int, plan: Plan | None) -> None:
         torch.manual_seed(0)
-        model = Decoder(width, MODELS[width])
+        model = Decoder(width)
         if plan is None:
             self.model = by_hand(model)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
@@ -126,32 +135,33 @@ class Trained:
             self.model = autoshard.parallelize(model, plan, optimizer=self.optimizer)
         self.ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
 
-    def step(self) -> tuple[float, float]:
-        """Train once, begun together with the other ranks; return the seconds until all are done, and the loss."""
+    def step(self) -> Timed:
+        """Train once, begun together with the other ranks."""
         dist.barrier()
         start = time.perf_counter()
         logits = self.model(self.ids)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), self.ids[:, 1:].flatten())
         loss.backward()
+        dist.barrier()
+        gradients = time.perf_counter() - start
         self.optimizer.step()
         self.optimizer.zero_grad()
         dist.barrier()
-        return time.perf_counter() - start, float(loss)
+        return Timed(gradients, time.perf_counter() - start, float(loss))
 
 
-def measure(width: int, plan: dict[str, Any], pairs: int) -> list[tuple[float, float]]:
-    """Return the seconds of pairs of steps, by hand and ours in turn; both must have lost the same by the end."""
+def measure(width: int, plan: dict[str, Any], pairs: int) -> list[tuple[Timed, Timed]]:
+    """Return pairs of steps, by hand and ours in turn; both must have lost the same by the end."""
     torch.set_num_threads(1)
     hand, ours = Trained(width, None), Trained(width, Plan.from_dict(plan))
     for _ in range(2):
         hand.step(), ours.step()
-    found, losses = [], (0.0, 0.0)
+    found = []
     for index in range(pairs):
         # whoever comes first may find a colder cache: take turns
         first, second = (hand, ours) if index % 2 == 0 else (ours, hand)
         one, other = first.step(), second.step()
-        a, b = (one, other) if first is hand else (other, one)
-        found.append((a[0], b[0]))
-        losses = (a[1], b[1])
-    assert abs(losses[0] - losses[1]) < 1e-3, f"by hand and ours trained apart: {losses}"
+        found.append((one, other) if first is hand else (other, one))
+    by_hand, inferred = (one.loss for one in found[-1])
+    assert abs(by_hand - inferred) < 1e-3, f"by hand and ours trained apart: {by_hand}, {inferred}"
     return found
