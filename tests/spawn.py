@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -47,11 +48,16 @@ def _tidy() -> None:
     """Destroy the groups of the job's meshes: each keeps threads that poll, and hundreds of them slow every rank."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    gc.collect()
-    # its caches hand out specs with any equal mesh: none may survive whose group is gone
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # compiled code holds the job's models
+    # these hold meshes, and with them groups; they also hand out specs with any equal mesh, whose group may be gone
     debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
     for group in [g for g in c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         mesh: the whole mesh.
     """
     whole = mesh if mesh[AXES[2]].size() > 1 else mesh[AXES[0], AXES[1]]
-    mean = DataMean(model, mesh)
+    owners: list[tuple[nn.Module, str]] = []
     placed: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         names = [name for name, p in module._parameters.items() if p is not None and p.dim() == 0]
@@ -34,10 +35,10 @@ def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
             old = module._parameters[name]
             assert old is not None
             module._parameters[name] = placed.setdefault(id(old), _on_mesh(old, whole))
-            mean.owners.append((module, name))
+            owners.append((module, name))
         _read_on(module, names, whole)
     if placed:
-        model.register_forward_pre_hook(mean.install)
+        model.register_forward_pre_hook(_Install(owners, DataMean(weakref.ref(model), mesh)))
     return set(placed.values())
 
 
@@ -63,27 +64,17 @@ class DataMean:
     Averaging what is equal on all ranks changes nothing, so the share of earlier backwards stays right.
 
     Attributes:
-        model: the root module.
+        model: the root module, weakly: the collector does not see what hooks of tensors hold, and would never free it.
         mesh: the whole mesh.
-        owners: the module and name of each scalar.
     """
 
-    model: nn.Module
+    model: weakref.ref[nn.Module]
     mesh: DeviceMesh
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-
-    def install(self, module: nn.Module, args: Any) -> None:
-        """Register the hook where it is not; a forward pre-hook, since ``to_empty`` drops hooks of parameters."""
-        for owner, name in self.owners:
-            parameter = owner._parameters[name]
-            if parameter is not None and parameter.requires_grad and HOOKED not in parameter.__dict__:
-                # a user's hook may take the optimizer's step at once
-                register_first(parameter, self)
-                parameter.__dict__[HOOKED] = True
 
     def __call__(self, parameter: Tensor) -> None:
         """Average ``parameter.grad`` in place."""
-        if parameter.grad is None or reduces_gradients(self.model) is False:
+        model = self.model()
+        if parameter.grad is None or model is None or reduces_gradients(model) is False:
             return
         assert isinstance(parameter.grad, DTensor)
         gradient = local_part(parameter.grad)
@@ -92,3 +83,25 @@ class DataMean:
             if size > 1:
                 dist.all_reduce(gradient, group=self.mesh.get_group(axis))
                 gradient /= size
+
+
+@dataclass(eq=False)
+class _Install:
+    """Register the hook where it is not; a forward pre-hook, since ``to_empty`` drops hooks of parameters.
+
+    Attributes:
+        owners: the module and name of each scalar.
+        mean: the hook.
+    """
+
+    owners: list[tuple[nn.Module, str]]
+    mean: DataMean
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Go through the scalars."""
+        for owner, name in self.owners:
+            parameter = owner._parameters[name]
+            if parameter is not None and parameter.requires_grad and HOOKED not in parameter.__dict__:
+                # a user's hook may take the optimizer's step at once
+                register_first(parameter, self.mean)
+                parameter.__dict__[HOOKED] = True
