@@ -41,6 +41,7 @@ def plan(
     optimizer: str | None = None,
     mixed_precision: str | None = None,
     masters: str | None = None,
+    tp_reduce_dtype: str | None = None,
     checkpointing: str | None = None,
     sequence_parallel: bool | None = None,
     logits: str | None = None,
@@ -69,6 +70,7 @@ def plan(
             out.
         mixed_precision: ``"bfloat16"`` as in ``parallelize``.
         masters: ``"float32"`` for float32 parameters in the optimizer of a narrower model, as in ``parallelize``.
+        tp_reduce_dtype: ``"float32"``, for one, to sum over tp in it, as in ``parallelize``.
         checkpointing: ``"none"``, ``"selective"`` or ``"full"``; chosen where left out.
         sequence_parallel: whether tp ranks divide the sequence between regions in training (sequence parallelism).
         logits: ``"sharded"`` returns logits as they are cut over tp, where gradients are recorded: DTensors, for
@@ -98,6 +100,7 @@ def plan(
         optimizer=optimizer,
         mixed_precision=mixed_precision,
         masters=masters,
+        tp_reduce_dtype=tp_reduce_dtype,
         checkpointing=checkpointing,
         sequence_parallel=sequence_parallel,
         logits=logits,
@@ -123,6 +126,7 @@ def parallelize(
     compile: bool = False,
     compile_backend: str | Callable[..., Any] | None = None,
     masters: torch.dtype | None = None,
+    tp_reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Apply a plan to a model, in place, on every rank of a process group.
 
@@ -141,6 +145,8 @@ def parallelize(
         masters: ``torch.float32`` keeps float32 parameters and optimizer state for a bfloat16 or float16 model, each
             rank its own part; the forward stays in ``mixed_precision``, or in the model's own dtype; as the plan says
             where left out.
+        tp_reduce_dtype: such as ``torch.float32``: what each rank has in part is summed over tp in it, and rounded
+            once to the dtype it had; that dtype itself where left out and the plan says no other.
 
     Returns:
         ``model``.
@@ -154,11 +160,16 @@ def parallelize(
     from autoshard.optim.forgotten import remember, warn_forgotten
     from autoshard.optim.made import make_all, split
 
-    training = Training(mixed_precision, offload, checkpointing or "none", compile, compile_backend, masters)
+    training = Training(
+        mixed_precision, offload, checkpointing or "none", compile, compile_backend, masters, tp_reduce_dtype
+    )
     ensure_process_group(offload)
     made = read_plan(plan)
     if checkpointing is None:
         training = replace(training, checkpointing=made.checkpointing)
+    said: Any = made.workload.tp_reduced
+    if tp_reduce_dtype is None and said is not None:
+        training = replace(training, tp_reduce_dtype=getattr(torch, said, said))
     if mixed_precision is None and masters is None and made.workload.reduced is not None:
         own = made.workload.stored is None
         training = replace(
@@ -195,6 +206,7 @@ def auto_parallelize(
     compile: bool = False,
     compile_backend: str | Callable[..., Any] | None = None,
     masters: torch.dtype | None = None,
+    tp_reduce_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
     """Plan and apply in one call, under torchrun; takes what ``plan`` and ``parallelize`` take.
@@ -209,8 +221,9 @@ def auto_parallelize(
     if plan is None:
         narrow = mixed_precision.param_dtype if isinstance(mixed_precision, MixedPrecisionPolicy) else mixed_precision
         wanted = {
-            "mixed_precision": None if narrow is None else str(narrow).removeprefix("torch."),
-            "masters": None if masters is None else str(masters).removeprefix("torch."),
+            "mixed_precision": _plain(narrow),
+            "masters": _plain(masters),
+            "tp_reduce_dtype": _plain(tp_reduce_dtype),
             "checkpointing": checkpointing,
             "optimizer": _kind(optimizer),
         }
@@ -225,10 +238,15 @@ def auto_parallelize(
         compile=compile,
         compile_backend=compile_backend,
         masters=masters,
+        tp_reduce_dtype=tp_reduce_dtype,
     )
 
 
 _make_plan = plan
+
+
+def _plain(dtype: object) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _kind(wanted: Wanted) -> str:

@@ -103,6 +103,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd", "sgd-momentum"]), help="adamw where left out.")
 @click.option("--mixed-precision", type=click.Choice(["bfloat16"]), help="Compute in it.")
 @click.option("--masters", type=click.Choice(["float32"]), help="Hold parameters in it for a narrower model.")
+@click.option("--tp-reduce-dtype", type=_DTYPES, help="Sum over tp in it; the dtype of each value where left out.")
 @click.option("--checkpointing", type=click.Choice(["none", "selective", "full"]), help="Chosen where left out.")
 @click.option(
     "--sequence-parallel/--no-sequence-parallel",

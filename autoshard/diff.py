@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autoshard.layout import NAME_WIDTH, columns, name_cell, section
 from autoshard.patterns import unfold
-from autoshard.plans import ModulePlan, Plan, TensorPlan
+from autoshard.plans import ModulePlan, Plan, TensorPlan, Workload
 from autoshard.words import fold_names, human_bytes
 
 _Clauses = tuple[str, ...]
@@ -74,6 +74,10 @@ def _change(first: str, second: str) -> str:
     return f"{first} -> {second}" if len(first + second) < NAME_WIDTH else f"- {first}\n+ {second}"
 
 
+def _sums(workload: Workload) -> _Clauses:
+    return () if workload.tp_reduced is None else (f"sums over tp in {workload.tp_reduced}",)
+
+
 def _facts(plan: Plan) -> dict[str, dict[str, _Clauses]]:
     """Return every fact of a plan as topic, name and clauses, in the order to show them; a plan has every topic."""
     workload, coverage = plan.workload, plan.coverage
@@ -81,7 +85,7 @@ def _facts(plan: Plan) -> dict[str, dict[str, _Clauses]]:
         "plan": {
             "model": (plan.model,),
             "mesh": (f"dp_replicate={plan.mesh.dp_replicate}", f"dp_shard={plan.mesh.dp_shard}", f"tp={plan.mesh.tp}"),
-            "workload": (f"batch {workload.batch}", f"sequence {workload.sequence}", workload.dtype),
+            "workload": (f"batch {workload.batch}", f"sequence {workload.sequence}", workload.dtype, *_sums(workload)),
         },
         "cut over tp": {
             "parameter bytes": (f"{coverage.parameter_bytes:.4%}",),

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard.cluster import Cluster
+from autoshard.dtypes import SUMMED
 from autoshard.errors import InvalidArgument
 from autoshard.passes.choose_mesh import CHECKPOINTING
 from autoshard.passes.weights import MOMENTS
@@ -29,6 +30,7 @@ def make_options(
     optimizer: str | None = None,
     mixed_precision: str | None = None,
     masters: str | None = None,
+    tp_reduce_dtype: str | None = None,
     checkpointing: str | None = None,
     logits: str | None = None,
     overrides: Mapping[str, str] | None = None,
@@ -47,6 +49,7 @@ def make_options(
         optimizer=_one_of("optimizer", optimizer, MOMENTS) or "adamw",
         mixed_precision=_one_of("mixed_precision", mixed_precision, ("bfloat16",)),
         masters=_one_of("masters", masters, ("float32",)),
+        tp_reduce_dtype=_one_of("tp_reduce_dtype", tp_reduce_dtype, SUMMED),
         checkpointing=_one_of("checkpointing", checkpointing, CHECKPOINTING),
         logits=_one_of("logits", logits, ("whole", "sharded")) or "whole",
         overrides=overrides or {},

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -16,26 +16,22 @@ from autoshard.errors import IndivisibleHeads, InvalidArgument, UnknownModule, n
 from autoshard.ir import Traced
 from autoshard.passes.choice import advise, explain_choice
 from autoshard.passes.choose_mesh import ChooseMesh
-from autoshard.passes.cut import ChooseCuts
-from autoshard.passes.cut_logits import CutLogits, refusal
+from autoshard.passes.cut_logits import refusal
 from autoshard.passes.emit import Emit
 from autoshard.passes.factorise import Factored, Factorise
 from autoshard.passes.factors import leaves
-from autoshard.passes.inside import Inside, find_texts
+from autoshard.passes.inside import find_texts
 from autoshard.passes.listen import draws_in_training
-from autoshard.passes.localise import Localise
-from autoshard.passes.occurrence import Occurrences
-from autoshard.passes.place import Place
 from autoshard.passes.price import Pricing
 from autoshard.passes.pricing import Pricer
-from autoshard.passes.resize import Resize
 from autoshard.passes.sequence import Sequence
 from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
 from autoshard.passes.weights import main_dtype
 from autoshard.passes.wrap import Wrap
-from autoshard.plans import MeshChoice, PassTime, Plan, Refusal, Workload
+from autoshard.plans import MeshChoice, PassTime, Plan, Workload
 from autoshard.replace import find
+from autoshard.solver import Solver
 
 T = TypeVar("T")
 
@@ -55,6 +51,7 @@ class Options:
         optimizer: ``adamw``, ``sgd`` or ``sgd-momentum``.
         mixed_precision: ``"bfloat16"`` computes in it, on parameters that are stored as they are; or None.
         masters: ``"float32"`` stores trained parameters in it, whatever they compute in; or None.
+        tp_reduce_dtype: what sums over tp run in; None for the dtype of each value.
         checkpointing: pinned ``none``, ``selective`` or ``full``; None to choose.
         reshard: pinned: whether FSDP frees a unit's parameters after its forward; None to choose.
         overrides: ``"replicate"`` by module or parameter pattern.
@@ -76,6 +73,7 @@ class Options:
     optimizer: str = "adamw"
     mixed_precision: str | None = None
     masters: str | None = None
+    tp_reduce_dtype: str | None = None
     checkpointing: str | None = None
     reshard: bool | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +104,8 @@ class Options:
         own = main_dtype(traced)
         narrow = self.mixed_precision is not None or self.masters is not None
         dtype = self.mixed_precision or self.dtype or own
-        return Workload(self.batch, self.sequence, dtype, self.optimizer, self.masters, "float32" if narrow else None)
+        reduced = "float32" if narrow else None
+        return Workload(self.batch, self.sequence, dtype, self.optimizer, self.masters, reduced, self.tp_reduce_dtype)
 
 
 def run(model: nn.Module, options: Options, progress: Callable[[str], None] | None = None) -> tuple[Plan, Stages]:
@@ -121,17 +120,12 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     units = clock.run("wrap", lambda: Wrap().run(traced), lambda u: f"{len(u)} FSDP units")
     texts = cache(lambda: find_texts(model, traced))
     sharded = options.logits == "sharded"
-    solver = _Solver(factored, pinned, weigh=options.tp is None, texts=texts, cut_logits=sharded)
+    solver = Solver(factored, pinned, weigh=options.tp is None, texts=texts, cut_logits=sharded)
 
     drawing = cache(lambda: draws_in_training(model, traced))
     pricer = Pricer(solver.place, lambda placed: Sequence(drawing()).hope(placed), units, workload, options.cluster)
-    choices = clock.run("choose mesh", lambda: meshes.run(pricer), lambda r: str(r[0].mesh))
-    placed = _settle(model, solver, choices[0], drawing, clock, traced.inputs)
-    if choices[0].sequence_parallel and not placed.sequence.dims and options.sequence_parallel is None:
-        # the code follows no cut of the sequence: without that hope another mesh may be better
-        meshes = replace(meshes, sequence_parallel=False)
-        choices = clock.run("choose mesh", lambda: meshes.run(pricer), lambda r: str(r[0].mesh))
-        placed = _settle(model, solver, choices[0], drawing, clock, traced.inputs)
+    settle = partial(_settle, model, solver, drawing, clock, traced.inputs)
+    meshes, choices, placed = _agree(meshes, pricer, settle, clock, options.sequence_parallel is None)
     choice = choices[0]
     mesh, workload = choice.mesh, replace(workload, batch=choice.batch)
     if options.check_heads and options.tp is not None and options.tp > 1:
@@ -151,21 +145,45 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     return replace(plan, times=tuple(clock.times)), Stages(traced, factored, placed, pricer, pricing)
 
 
+def _agree(
+    meshes: ChooseMesh,
+    pricer: Pricer,
+    settle: Callable[[MeshChoice], tuple[Placed, bool]],
+    clock: _Clock,
+    may_leave_sequence: bool,
+) -> tuple[ChooseMesh, tuple[MeshChoice, ...], Placed]:
+    """Choose a mesh, the fastest first, until the user's code follows the cuts that were priced.
+
+    Returns:
+        What chose, the meshes with the chosen one first, and its placed cuts.
+    """
+    while True:
+        choices = clock.run("choose mesh", partial(meshes.run, pricer), lambda r: str(r[0].mesh))
+        placed, as_priced = settle(choices[0])
+        if not as_priced:
+            pricer.forget(choices[0].mesh.tp)
+        elif choices[0].sequence_parallel and not placed.sequence.dims and may_leave_sequence:
+            # the code follows no cut of the sequence: without that hope another mesh may be better
+            meshes, may_leave_sequence = replace(meshes, sequence_parallel=False), False
+        else:
+            return meshes, choices, placed
+
+
 def _settle(
     model: nn.Module,
-    solver: _Solver,
-    choice: MeshChoice,
+    solver: Solver,
     drawing: Callable[[], Mapping[str, int]],
     clock: _Clock,
     given: Any,
-) -> Placed:
-    """Return the placed cuts of a mesh that the user's code follows."""
+    choice: MeshChoice,
+) -> tuple[Placed, bool]:
+    """Return the placed cuts of a mesh that the user's code follows, and whether those are the ones it had."""
     tp = choice.mesh.tp
-    clock.run("cut and place", lambda: solver.place(tp), _count_cuts)
+    before = clock.run("cut and place", lambda: solver.place(tp), _count_cuts)
     placed = clock.run("localise", lambda: solver.localise(model, tp, given), _count_cuts)
-    if not choice.sequence_parallel:
-        return placed
-    return clock.run("sequence", lambda: Sequence(drawing()).run(model, placed), _count_stretches)
+    if placed.chosen.divisions.keys() != before.chosen.divisions.keys() or not choice.sequence_parallel:
+        return placed, placed.chosen.divisions.keys() == before.chosen.divisions.keys()
+    return clock.run("sequence", lambda: Sequence(drawing()).run(model, placed), _count_stretches), True
 
 
 @dataclass(frozen=True)
@@ -191,59 +209,6 @@ class _Clock:
         result = work()
         self.times.append(PassTime(name, time.perf_counter() - start, summary(result)))
         return result
-
-
-class _Solver:
-    """Chooses and places cuts until nothing is sent back, once per tp degree."""
-
-    def __init__(
-        self,
-        factored: Factored,
-        pinned: Mapping[str, str],
-        weigh: bool,
-        texts: Callable[[], Inside],
-        cut_logits: bool = False,
-    ) -> None:
-        self.index = Occurrences(factored)
-        self.cut_logits = cut_logits
-        self.pinned = pinned
-        self.weigh = weigh
-        self.texts = texts
-        self.banned: dict[int, dict[str, Refusal]] = {}
-        self.placed: dict[int, Placed] = {}
-
-    def place(self, tp: int) -> Placed:
-        """Return the placed cuts for a degree."""
-        while tp not in self.placed:
-            banned = self.banned.setdefault(tp, {})
-            chosen = ChooseCuts(tp, dict(banned), self.pinned, self.weigh).run(self.index)
-            placed = Place(self.texts).run(chosen)
-            if placed.refused:
-                banned.update(placed.refused)
-            else:
-                self.placed[tp] = CutLogits().run(placed) if self.cut_logits else placed
-        return self.placed[tp]
-
-    def localise(self, model: nn.Module, tp: int, given: Any) -> Placed:
-        """Return the placed cuts that the user's code follows, with attributes set and calls rewritten for that."""
-        while True:
-            placed = self.place(tp)
-            refused = Localise(given).run(model, placed)
-            if refused and placed.resizable:
-                placed, stuck = Resize(given).run(model, placed)
-                helped = placed.settings or placed.rewrites
-                # a size that nothing makes local says more than the line that it breaks
-                refused = stuck or (Localise(given).run(model, placed) if helped else refused)
-            if not refused:
-                self.placed[tp] = placed
-                return placed
-            self.banned[tp].update(refused)
-            del self.placed[tp]
-
-    def refusals(self, tp: int) -> list[Refusal]:
-        """Return what was sent back for a degree."""
-        cut = {fqn for c in self.place(tp).chosen.cuts for fqn in c.divisions}
-        return [r for r in self.banned.get(tp, {}).values() if r.fqn not in cut]
 
 
 def _overrides(model: nn.Module, overrides: Mapping[str, str]) -> dict[str, str]:

@@ -250,6 +250,7 @@ class Workload:
         optimizer: ``adamw``, ``sgd`` or ``sgd-momentum``: what it keeps of each parameter.
         stored: dtype that trained parameters and their gradients are held in where it is not their own, or None.
         reduced: dtype that gradients are reduced in under mixed precision, or None.
+        tp_reduced: dtype that sums over tp run in, where it is not that of each value, or None.
     """
 
     batch: int = 1
@@ -258,6 +259,7 @@ class Workload:
     optimizer: str = "adamw"
     stored: str | None = None
     reduced: str | None = None
+    tp_reduced: str | None = None
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,9 @@ def _collectives(plan: Plan) -> Iterator[RenderableType]:
     if rows:
         title = ("axis", "op", "count", "bytes", "of")
         header = [Text(word, style="dim") for word in title]
-        yield section("Collectives per step", columns([header, *rows], "llrrl"))
+        asked = plan.workload.tp_reduced
+        sums = f" (sums over tp in {asked})" if asked is not None and plan.mesh.tp > 1 else ""
+        yield section(f"Collectives per step{sums}", columns([header, *rows], "llrrl"))
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:

@@ -26,7 +26,7 @@ from autoshard.passes.states import Placed
 from autoshard.passes.trace import Trace
 from autoshard.paths import split, update
 from autoshard.plans import Refusal
-from autoshard.rewrite.functions import install
+from autoshard.rewrite.pickled import install
 
 _MARK = "autoshard.made_whole"
 #: What only lays out: a rank's share may lie as it should already, and then torch runs nothing.

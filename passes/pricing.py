@@ -62,6 +62,11 @@ class Pricer:
             self._known[tp, sequence] = self.made(self.along(placed) if sequence else placed)
         return self._known[tp, sequence]
 
+    def forget(self, tp: int) -> None:
+        """Look at the placed cuts of a degree anew when it is priced again: they changed."""
+        self._known.pop((tp, False), None)
+        self._known.pop((tp, True), None)
+
     def made(self, placed: Placed) -> Pricing:
         """Return what pricing needs to know of placed cuts."""
         traced = placed.chosen.factored.traced

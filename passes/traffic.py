@@ -6,13 +6,13 @@ Reads the placed cuts and the units. Decides nothing. Axes of one rank send noth
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sympy.polys.rings import PolyElement
 
-from autoshard.dtypes import dtype_bytes
+from autoshard.dtypes import dtype_bytes, summed_in
 from autoshard.passes.extents import Extents, at
 from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.profile import Profile
@@ -62,7 +62,7 @@ def activations(placed: Placed, profile: Profile, main: str, workload: Workload)
         placed: the placed cuts.
         profile: for what is run again in backward.
         main: the dtype that ``workload.dtype`` stands for.
-        workload: for the dtype of activations.
+        workload: for the dtype of activations, and for that of sums over tp.
     """
     extents = Extents.of(placed)
     index = placed.chosen.index
@@ -73,19 +73,25 @@ def activations(placed: Placed, profile: Profile, main: str, workload: Workload)
     for conversion in placed.in_training():
         forward, backward = SENDS[_DIM.sub("", conversion.kind)]
         meta = index.metas[conversion.value]
-        element = dtype_bytes(workload.dtype if meta.dtype == main else meta.dtype)
-        size = extents.numel(conversion.value, whole=True) * element
+        dtype = workload.dtype if meta.dtype == main else meta.dtype
+        count = extents.numel(conversion.value, whole=True)
         shared = (conversion.value, conversion.share) in entered and conversion.share is not None
         if shared and conversion.kind.startswith("S"):
             continue
         if forward is not None:
-            found.append(Sent(forward, size, _again(conversion, index, profile.again, blocks)))
+            again = _again(conversion, index, profile.again, blocks)
+            found.append(Sent(forward, count * _element(forward, dtype, workload), again))
         elif (conversion.value, conversion.share) in entered and conversion.kind.startswith("R->V"):
             continue
         if backward is not None and conversion.value not in untouched:  # backward does not reach such an input
             entered.add((conversion.value, conversion.share))
-            found.append(Sent(backward, size, False))
+            found.append(Sent(backward, count * _element(backward, dtype, workload), False))
     return tuple(found)
+
+
+def _element(op: str, dtype: str, workload: Workload) -> int:
+    """Return the bytes of an element as ``op`` sends it: only sums run in another dtype than the value's."""
+    return dtype_bytes(dtype if op == "all_gather" else summed_in(dtype, workload.tp_reduced))
 
 
 def _again(conversion: Conversion, index: Occurrences, again: frozenset[str], blocks: frozenset[str]) -> bool:
@@ -123,21 +129,24 @@ def collectives(
     for one in sent if mesh.tp > 1 else ():
         size = round(at(one.size, workload.batch, workload.sequence, mesh.tp))
         add("tp", one.op, "activation", size, 2 if one.again and recompute else 1)
-    for unit in profile.units:
+    alike = Counter((id(unit.weights), not unit.module) for unit in profile.units)
+    for unit in {(id(unit.weights), not unit.module): unit for unit in profile.units}.values():
+        times = alike[id(unit.weights), not unit.module]
         sizes = [(w, Bytes.of(w, workload, main)) for w in unit.weights]
-        summed = sum(w.summed * size.reduced for w, size in sizes)
+        wide = None if workload.tp_reduced is None else dtype_bytes(workload.tp_reduced)
+        summed = sum(w.summed * (wide or size.reduced) for w, size in sizes)
         if summed and mesh.tp > 1:
-            add("tp", "all_reduce", "gradient sum", summed)
+            add("tp", "all_reduce", "gradient sum", summed, times)
         if mesh.data == 1 or not sizes:
             continue
         padded = [(w, size, share(w, mesh.dp_shard) * mesh.dp_shard) for w, size in sizes]
         gradients = sum(n * size.reduced for w, size, n in padded if w.trainable)
         if mesh.dp_shard > 1:
             # the root keeps its parameters for backward
-            gathers = 2 if reshard and unit.module else 1
+            gathers = 2 * times if reshard and unit.module else times
             add("dp_shard", "all_gather", "parameter", sum(n * size.gathered for _, size, n in padded), gathers)
             if gradients:
-                add("dp_shard", "reduce_scatter", "gradient", gradients)
+                add("dp_shard", "reduce_scatter", "gradient", gradients, times)
         if mesh.dp_replicate > 1 and gradients:
-            add("dp_replicate", "all_reduce", "gradient", gradients // mesh.dp_shard)
+            add("dp_replicate", "all_reduce", "gradient", gradients // mesh.dp_shard, times)
     return tuple(Collective(axis, op, n, size, what) for (axis, op, what), (n, size) in found.items())

@@ -118,7 +118,14 @@ def both(
     return predicted(plan), started(model, plan, tokens(model, 2, 8, seed=0), training_of(plan, **options))
 
 
-def training_of(plan: Plan, mixed_precision: str | None = None, masters: str | None = None, **_: Any) -> Training:
+def training_of(
+    plan: Plan,
+    mixed_precision: str | None = None,
+    masters: str | None = None,
+    tp_reduce_dtype: str | None = None,
+    **_: Any,
+) -> Training:
     """Return how a model trains under the options that its plan was made with."""
     wide = torch.float32 if masters else None
-    return Training(mixed_precision, checkpointing=plan.checkpointing, masters=wide)
+    summed = None if tp_reduce_dtype is None else getattr(torch, tp_reduce_dtype)
+    return Training(mixed_precision, checkpointing=plan.checkpointing, masters=wide, tp_reduce_dtype=summed)

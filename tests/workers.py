@@ -359,6 +359,7 @@ def _stepped(model: Decoder) -> torch.optim.Optimizer:
 def compiled(mesh: Mesh) -> tuple[Report, int]:
     """Blocks compiled in place, each as one graph; returns the graph breaks too."""
     torch.compiler.reset()
+    counters.clear()  # another job of this process may have counted
     twins = Twins(Config(), mesh, prepare=_compile_blocks)
     twins.step()
     twins.compare_gradients("compiled")

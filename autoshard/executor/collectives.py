@@ -24,7 +24,8 @@ model; where no gradients are recorded ``S(d)->D`` is ``S(d)->R``: what generate
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
-Reductions run in the dtype of the value, on a buffer of their own: autograd or the caller may hold what came in.
+Reductions run in ``Axis.reduce_dtype``, or in the dtype of the value, on a buffer of their own: autograd or the caller
+may hold what came in. Their answer has the dtype of the value.
 Nothing branches on the rank: what depends on it is computed from ``Axis.rank``, so one process can simulate all.
 """
 
@@ -45,6 +46,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
+from autoshard.executor.sums import check_divisible, scatter_sum, sum_over, summed_in
 
 KINDS = (
     "R->V", "P->R", "P->V", "P->S(d)", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P", "S(d)->D",
@@ -58,10 +60,12 @@ class Axis:
     Attributes:
         mesh: the 1-D mesh.
         rank: shape (1,), int64: this rank's index on the axis.
+        reduce_dtype: what sums over the axis run in; None for the dtype of the value.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None) -> None:
         self.mesh = mesh
+        self.reduce_dtype = reduce_dtype
         numbers = torch.arange(mesh.size(), device=mesh.device_type)
         self.rank = distribute_tensor(numbers, mesh, [Shard(0)], src_data_rank=None).to_local()
 
@@ -79,7 +83,7 @@ class Axis:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"mesh": self.mesh, "rank": self.rank}
+        return {"mesh": self.mesh, "rank": self.rank, "reduce_dtype": self.reduce_dtype}
 
 
 @dataclass(frozen=True)
@@ -120,18 +124,19 @@ class Conversion:
         if self.kind in ("P->V", "A->V"):
             return enter(Conversion(self.kind[:-1] + "R")(value, axis), axis)
         if self.kind == "A->R":
-            return run(_AllReduce, value / axis.size, axis.group)
+            share = value.to(summed_in(value, axis.reduce_dtype)) / axis.size
+            return run(_AllReduce, share, axis.group, axis.reduce_dtype).to(value.dtype)
         if self.kind == "P->R":
-            return run(_AllReduce, value, axis.group)
+            return run(_AllReduce, value, axis.group, axis.reduce_dtype)
         if self.kind == "P->S(d)":
-            return run(_Scatter, value, axis.size, self.dim, axis.group)
+            return run(_Scatter, value, axis.size, self.dim, axis.group, axis.reduce_dtype)
         if self.kind == "S(d)->D" and torch.is_grad_enabled():
             # cross-entropy looks for its own dim, counted from the front
             return DTensor.from_local(value, axis.mesh, [Shard(self.dim % value.dim())], run_check=False)
         if self.kind in ("S(d)->R", "S(d)->D"):
             return run(_Gather, value, axis.rank, axis.size, self.dim, axis.group)
         if self.kind == "S(d)->V":
-            return run(_GatherIn, value, axis.size, self.dim, axis.group)
+            return run(_GatherIn, value, axis.size, self.dim, axis.group, axis.reduce_dtype)
         if self.kind == "R->S(d)":
             return run(_Slice, value, axis.rank, axis.size, self.dim, axis.group)
         return first_rank(value, axis)
@@ -141,7 +146,7 @@ def enter(value: Tensor, axis: Axis) -> Tensor:
     """R->V: identity, and one all-reduce of the gradient; no node at all where no gradient can flow."""
     if not torch.is_grad_enabled() or not value.requires_grad:
         return value
-    return run(_Enter, value, axis.group)
+    return run(_Enter, value, axis.group, axis.reduce_dtype)
 
 
 def _enter_span(value: Tensor, axis: Axis, start: int, end: int) -> Tensor:
@@ -165,17 +170,9 @@ def take_slice(value: Tensor, rank: Tensor, size: int, dim: int) -> Tensor:
     Raises:
         InvalidArgument: the dim is not divisible.
     """
-    _check_divisible(value, size, dim)
+    check_divisible(value, size, dim)
     dim %= value.dim()
     return torch.unflatten(value, dim, (size, -1)).index_select(dim, rank).squeeze(dim)
-
-
-def _check_divisible(value: Tensor, size: int, dim: int) -> None:
-    if value.shape[dim] % size:
-        raise InvalidArgument(
-            f"cannot cut dim {dim} of a tensor {tuple(value.shape)} over {size} tensor-parallel ranks",
-            got=f"{value.shape[dim]} rows; allowed: a multiple of {size}",
-        )
 
 
 def take_parts(value: Tensor, rank: Tensor, size: int, dim: int, parts: Sequence[tuple[int, int]]) -> Tensor:
@@ -195,51 +192,27 @@ def gather_slices(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) 
     return torch.unflatten(stacked, 0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def scatter_sum(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's slice, of equal ones along ``dim``, of the sum over the ranks.
-
-    Raises:
-        InvalidArgument: the dim is not divisible.
-    """
-    _check_divisible(value, size, dim)
-    dim %= value.dim()
-    value = lift(value)
-    if dim:
-        value = torch.unflatten(value, dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
-    value = value.contiguous()
-    mine = torch.empty(value.shape[0] // size, *value.shape[1:], dtype=value.dtype, device=value.device)
-    dist.reduce_scatter_single(mine, value, group=group)
-    return mine
-
-
-def _sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the group in a new buffer."""
-    total = lift(value).clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
         return value.view_as(value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return sum_over(gradient, ctx.group, ctx.dtype), None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(value, group)
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Tensor:
+        return sum_over(value, group, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -256,26 +229,30 @@ class _Gather(torch.autograd.Function):
 
 class _GatherIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.size, ctx.dim, ctx.group = size, dim, group
+    def forward(
+        ctx: Any, value: Tensor, size: int, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.size, ctx.dim, ctx.group, ctx.dtype = size, dim, group, dtype
         return gather_slices(value, size, dim, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return scatter_sum(gradient, ctx.size, ctx.dim, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return scatter_sum(gradient, ctx.size, ctx.dim, ctx.group, ctx.dtype), None, None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, size: int, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.size, ctx.dim, ctx.group = size, dim, group
-        return scatter_sum(value, size, dim, group)
+        return scatter_sum(value, size, dim, group, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gather_slices(gradient, ctx.size, ctx.dim, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gather_slices(gradient, ctx.size, ctx.dim, ctx.group), None, None, None, None
 
 
 class _Slice(torch.autograd.Function):

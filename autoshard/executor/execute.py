@@ -105,7 +105,7 @@ def apply(
         replace.check(model, plan.replacements)
         training.check(model, plan, mesh)
         training = training.settled(model)
-        snapshot = _snapshot(model, optimizers, sharded=plan.mesh.world > 1 or training.uses_fsdp(plan))
+        snapshot = _snapshot(model, plan, optimizers, sharded=plan.mesh.world > 1 or training.uses_fsdp(plan))
     equalise(model, mesh.device_type)
     with _SpoilOnFailure(model):
         if snapshot is not None:
@@ -128,18 +128,20 @@ def apply(
     return model
 
 
-def _snapshot(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], sharded: bool) -> Any:
+def _snapshot(model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], sharded: bool) -> Any:
     if not optimizers:
         return None
     from autoshard.optim.remap import snapshot
 
-    return snapshot(model, optimizers, sharded=sharded)
+    cut = plan.parameters if plan.mesh.tp > 1 else {}
+    in_parts = {name for name, one in cut.items() if one.tp_parts is not None}
+    return snapshot(model, optimizers, sharded=sharded, in_parts=in_parts)
 
 
 def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     """Hold every parameter as a DTensor on the tp mesh, and convert at the boundaries."""
     mesh = applied.mesh[AXES[2]]
-    axis, slots = Axis(mesh), _slots(model, applied.plan)
+    axis, slots = Axis(mesh, applied.training.tp_reduce_dtype), _slots(model, applied.plan)
     sequence = CutSequence(axis, applied.plan.sequence) if applied.plan.sequence else None
     styles = {fqn: s for fqn, s in _styles(model, applied, axis, slots, sequence).items() if fqn not in leave}
     # a token of a key is a pattern to torch: names are taken literally

@@ -4,7 +4,8 @@ A parameter that is whole on every rank but works on cut values has a partial gr
 unit are read through one autograd function when the unit's forward starts. Its backward runs once the last of
 their gradients is there: it lays them out in one buffer per dtype, sums that over tp, and hands out the pieces. While
 gradients are not synchronised (accumulation) it keeps them, and the next synchronised backward adds them before its
-sum: once per optimizer step. Under mixed precision it keeps and sums in the dtype of reductions.
+sum: once per optimizer step. Under mixed precision it keeps and sums in the dtype of reductions; where one was asked
+for over tp, it sums in that.
 
 A read outside the unit's forward finds nothing here and sums on its own (see ``held``).
 """
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard._torch import lift, local_part, reduces_gradients, run_many, spec_of, wrap
 from autoshard.executor.collectives import Axis
+from autoshard.executor.sums import summed_in
 
 # a parameter and what it is read as, by index
 Reads = dict[int, tuple[Tensor, Tensor]]
@@ -44,7 +46,7 @@ class UnitSums:
         axis: the tp axis.
         sync: the model's own switch.
         unit: the unit's module, whose forward the reads belong to.
-        dtype: the dtype to keep and sum in; None for that of the gradient.
+        dtype: the dtype to keep in, and to sum in unless the axis has one; None for that of the gradient.
         owners: the module and name of each parameter; its place in this list is its index. Tied names share one.
     """
 
@@ -113,7 +115,8 @@ class UnitSums:
 
     def reduce(self, gradients: dict[int, Tensor], parameters: dict[int, DTensor]) -> dict[int, DTensor]:
         """Return the gradients summed over tp, with what was kept for them and for the others of ``parameters``."""
-        totals = self._with_kept(gradients, parameters)
+        kept = self._with_kept(gradients, parameters)
+        totals = {index: total.to(summed_in(total, self.axis.reduce_dtype)) for index, total in kept.items()}
         summed: dict[int, DTensor] = {}
         for indices in _by_dtype(totals).values():
             flat = lift(torch.cat([totals[i].reshape(-1) for i in indices]))

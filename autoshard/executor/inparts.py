@@ -65,7 +65,10 @@ class InParts(DTensor):
         return DTensor.from_local(self.full_tensor(), spec.mesh, wanted, run_check=False)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Refuse: whoever takes or fills a rank's rows by their numbers would get others.
+        """Refuse: the local tensor has not the rows that the placements say.
+
+        ``from_local`` with these placements, a loader that fills a rank's rows by their numbers, or a kernel that mixes
+        rows would be wrong without an error.
 
         Raises:
             InvalidArgument: always.
@@ -186,7 +189,7 @@ def _rebuild(local: Tensor, spec: Any, attributes: dict[str, Any], requires_grad
 def _refusal(what: str) -> InvalidArgument:
     return InvalidArgument(
         f"{what} on a tensor that is cut in parts: its rows are in another order than the whole one's",
-        help="take tensor.full_tensor() first, which is in order",
+        help="take tensor.full_tensor() first, which is in order; element by element, use the tensor itself",
     )
 
 

@@ -7,7 +7,8 @@ from torch import nn
 from autoshard.errors import PlanMismatch, near
 from autoshard.nested import integer, integers, set_integer
 from autoshard.plans import Plan
-from autoshard.rewrite.functions import Convert, install, prepare, unchanged
+from autoshard.rewrite.functions import Convert, prepare, unchanged
+from autoshard.rewrite.pickled import install
 from autoshard.rewrite.source import NoSource
 
 

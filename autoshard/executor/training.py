@@ -22,6 +22,7 @@ from autoshard.executor.checks import check_fsdp
 from autoshard.executor.gradsum import UnitSums
 from autoshard.executor.masters import own_policy
 from autoshard.executor.recompute import MODES, recompute
+from autoshard.executor.sums import check_dtype
 from autoshard.executor.units import Units
 from autoshard.plans import Plan
 
@@ -42,6 +43,8 @@ class Training:
         compile_backend: torch.compile's backend, ``"inductor"`` where left out.
         masters: ``torch.float32`` for float32 parameters in the optimizer of a model that is narrower; the forward
             computes in what ``mixed_precision`` says, or in the model's own dtype. None to leave parameters alone.
+        tp_reduce_dtype: what sums over tp run in, of activations, of their gradients and of partial gradients of whole
+            parameters; None for the dtype of each value, and mixed precision's own for gradients of parameters.
     """
 
     mixed_precision: str | MixedPrecisionPolicy | None = None
@@ -50,6 +53,7 @@ class Training:
     compile: bool = False
     compile_backend: str | Callable[..., Any] | None = None
     masters: torch.dtype | None = None
+    tp_reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         given = self.mixed_precision
@@ -69,6 +73,7 @@ class Training:
             raise InvalidArgument(
                 f"no masters are kept in {self.masters}", got=f"{self.masters}; allowed: None, torch.float32"
             )
+        check_dtype(self.tp_reduce_dtype)
         if self.masters is not None and isinstance(given, MixedPrecisionPolicy) and given.param_dtype is None:
             raise InvalidArgument(
                 "a policy without param_dtype would compute in float32 on float32 masters",
@@ -80,7 +85,8 @@ class Training:
         backend = getattr(self.compile_backend, "__qualname__", self.compile_backend)
         return (
             f"mixed_precision={self.mixed_precision}, offload={self.offload}, checkpointing={self.checkpointing}, "
-            f"compile={self.compile}, compile_backend={backend}, masters={self.masters}"
+            f"compile={self.compile}, compile_backend={backend}, masters={self.masters}, "
+            f"tp_reduce_dtype={self.tp_reduce_dtype}"
         )
 
     def uses_fsdp(self, plan: Plan) -> bool:
@@ -89,7 +95,7 @@ class Training:
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """The dtype of sums of gradients over tp; None for that of the gradient."""
+        """The dtype that partial gradients over tp are kept in, and summed in; None for that of the gradient."""
         policy = self._policy(True)
         return None if policy is None else policy.reduce_dtype
 

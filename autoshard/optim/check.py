@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, optim
 
 from autoshard._torch import num_parameter_hooks
 from autoshard.errors import OptimizerError
 from autoshard.optim.table import REFUSED, WORKS, Support, support_of, way_of
-from autoshard.optim.trial import fresh_like, try_out
+from autoshard.optim.trial import Outcome, fresh_like, try_out
 from autoshard.words import counted, fold_names
 
 # of the largest change that two steps make to a parameter: rounding stays below the first, wrong arithmetic above the
@@ -24,23 +24,29 @@ _WRONG = 0.2
 _LISTED = "use an optimizer of torch.optim: docs/optimizers.md lists those that work"
 
 
-def check_optimizer(optimizer: optim.Optimizer, names: Mapping[int, str]) -> None:
+def check_optimizer(
+    optimizer: optim.Optimizer, names: Mapping[int, str], in_parts: Collection[str] = frozenset()
+) -> None:
     """Refuse an optimizer that cannot follow its parameters.
 
     Args:
         optimizer: the optimizer.
         names: name of each parameter of the model, by ``id``.
+        in_parts: names of those that tp cuts, or has cut, in parts.
 
     Raises:
         OptimizerError: it has no sharded form, or holds state that cannot be cut.
     """
-    if not any(id(parameter) in names for group in optimizer.param_groups for parameter in group["params"]):
+    mine = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    if not mine:
         return
     support = support_of(type(optimizer))
     if support is None:
         _check_by_trial(optimizer)
     else:
         _check_by_table(optimizer, support)
+    if fused := [name for name in mine if name in in_parts]:
+        _check_in_parts(optimizer, support, fused)
     if isinstance(optimizer, optim.LBFGS) and optimizer.state:
         raise OptimizerError(
             "LBFGS has taken a step before sharding: its history is one flat vector of all parameters",
@@ -102,6 +108,19 @@ def _check_by_trial(optimizer: optim.Optimizer) -> None:
         _warn(
             f"{kind} gives {outcome.difference:.1%} of a step's change another result on sharded parameters "
             "than on whole ones: more than float32 rounding"
+        )
+
+
+def _check_in_parts(optimizer: optim.Optimizer, support: Support | None, names: Sequence[str]) -> None:
+    """Refuse one that mixes rows of a matrix: a rank holds rows of each part, in another order than the whole."""
+    outcome = Outcome() if support is not None else try_out(*fresh_like(optimizer), in_parts=True)
+    refused = support is not None and support.in_parts == REFUSED
+    if refused or outcome.error or outcome.difference > _WRONG:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} does not work on parameters that tp cuts in parts, such as fused projections",
+            at=_some(names),
+            got=outcome.error or "it computes with whole matrices, or all parameters as one vector",
+            help="give those to torch.optim.AdamW, or keep them whole: overrides={name: 'replicate'}",
         )
 
 

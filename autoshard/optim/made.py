@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoshard.errors import OptimizerError
+from autoshard.executor.inparts import InParts
 from autoshard.optim.check import check_factory, check_optimizer, warn_outside
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -91,5 +92,6 @@ def _make(model: nn.Module, factory: Factory, sharded: bool) -> Optimizer:
     if outside:
         warn_outside(optimizer, outside)
     if sharded:
-        check_optimizer(optimizer, names)
+        in_parts = {fqn for fqn, parameter in model.named_parameters() if isinstance(parameter, InParts)}
+        check_optimizer(optimizer, names, in_parts)
     return optimizer

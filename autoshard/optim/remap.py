@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,13 +78,20 @@ class Snapshot:
         return [(slot.fqn, 0 if old.is_meta else old.nbytes) for slot, old in alive if old is not None]
 
 
-def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], *, sharded: bool = True) -> Snapshot:
+def snapshot(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    sharded: bool = True,
+    in_parts: Collection[str] = frozenset(),
+) -> Snapshot:
     """Record which parameter of ``model`` each optimizer holds where. Changes nothing.
 
     Args:
         model: the model before any change.
         optimizers: optimizers made from it; populated state is kept.
         sharded: whether the model will really be cut: only then is refused what sharding would lose.
+        in_parts: names of parameters that tp will cut in parts.
 
     Raises:
         OptimizerError: an optimizer cannot follow its parameters, or a parameter has hooks that would be lost.
@@ -99,7 +106,7 @@ def snapshot(model: nn.Module, optimizers: Sequence[Optimizer], *, sharded: bool
                 f"a {type(optimizer).__name__} is not an optimizer", help="pass torch.optim.Optimizer objects"
             )
         if sharded:
-            check_optimizer(optimizer, {key: slot.fqn for key, slot in slots.items()})
+            check_optimizer(optimizer, {key: slot.fqn for key, slot in slots.items()}, in_parts)
         held.append(_Held.of(optimizer, slots))
     return Snapshot(list(slots.values()), held)
 

@@ -28,6 +28,7 @@ class Support:
         loop: verdict on one parameter after the other: ``WORKS`` or ``REFUSED``.
         foreach: verdict on the foreach kernels, ``NO_OPTION`` where the class has none.
         fused: verdict on the fused kernel, ``NO_OPTION`` where the class has none.
+        in_parts: verdict on matrices that tp cuts in parts, such as fused projections.
         instead: what to use where it is refused.
         note: what to know where it works.
     """
@@ -36,6 +37,7 @@ class Support:
     loop: str = WORKS
     foreach: str = WORKS
     fused: str = NO_OPTION
+    in_parts: str = WORKS
     instead: str = ""
     note: str = ""
 
@@ -67,12 +69,16 @@ TABLE: tuple[Support, ...] = (
     Support(
         optim.LBFGS,
         foreach=NO_OPTION,
-        note="before its first step; history whole on every rank; the closure gives the mean loss of all ranks",
+        in_parts=REFUSED,
+        note="before its first step; history whole on every rank; the closure gives the mean loss of all ranks; "
+        "not on matrices cut in parts",
     ),
     Support(
         optim.Muon,
         foreach=NO_OPTION,
-        note="matrices only; every step gathers each matrix, and computes in bfloat16: close, not equal",
+        in_parts=REFUSED,
+        note="matrices only, and none cut in parts; every step gathers each matrix, and computes in bfloat16: close, "
+        "not equal",
     ),
     Support(optim.NAdam),
     Support(optim.RAdam),

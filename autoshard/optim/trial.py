@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from autoshard._torch import lift, local_part, quiet_redistribution, spec_of, wrap
+from autoshard.executor.inparts import InParts, mark
+from autoshard.executor.parts import Order
 from autoshard.proving.simulate import on_each_rank, simulated
 from autoshard.user_code import ERRORS
 
@@ -30,6 +32,7 @@ _STEPS = 2
 _AXIS = 2  # ranks along each of the two axes
 _NOT_OPTIONS = frozenset({"params", "param_names", "initial_lr"})
 _SHAPES: Mapping[int, tuple[int, ...]] = {0: (), 1: (6,), 2: (6, 4)}
+_ORDER = Order(1, ((0, 2), (2, 2)), _AXIS)
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,13 @@ class _Guard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def try_out(make: Make, dims: Sequence[int]) -> Outcome:
+def try_out(make: Make, dims: Sequence[int], in_parts: bool = False) -> Outcome:
     """Take two steps on plain and on sharded parameters, and compare.
 
     Args:
         make: returns a fresh optimizer of the parameters it is given.
         dims: how many dims each of those parameters has.
+        in_parts: whether tp cuts those of two dims and more in parts.
     """
     generator = torch.Generator().manual_seed(0)
     values, *grads = ([_random(dim, generator) for dim in dims] for _ in range(1 + _STEPS))
@@ -89,7 +93,7 @@ def try_out(make: Make, dims: Sequence[int]) -> Outcome:
         guard = _Guard()
         try:
             with simulated(_AXIS * _AXIS):
-                sharded, whole = _sharded(make, values, grads, guard)
+                sharded, whole = _sharded(make, values, grads, guard, in_parts)
         except (_ReadsMemory, *ERRORS) as error:
             if guard.of_part:
                 return Outcome(untested="its step reads the raw memory of this rank's parts, which a trial cannot show")
@@ -147,12 +151,12 @@ def _plain(make: Make, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor
 
 
 def _sharded(
-    make: Make, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], guard: _Guard
+    make: Make, values: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], guard: _Guard, in_parts: bool
 ) -> tuple[list[list[Tensor]], tuple[str, ...]]:
     """Return each parameter whole as every rank sees it, and the keys of state that is whole."""
     mesh = init_device_mesh("cpu", (_AXIS, _AXIS), mesh_dim_names=("data", "tp"))
-    parameters = [nn.Parameter(_cut(value, mesh)) for value in values]
-    cut_grads = [[_cut(grad, mesh) for grad in step] for step in grads]
+    parameters = [_parameter(value, mesh, in_parts) for value in values]
+    cut_grads = [[_cut(grad, mesh, in_parts) for grad in step] for step in grads]
     with guard:
         optimizer = make(parameters)
         _train(optimizer, parameters, cut_grads)
@@ -180,8 +184,19 @@ def _is_whole(value: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _cut(value: Tensor, mesh: DeviceMesh) -> DTensor:
+def _parameter(value: Tensor, mesh: DeviceMesh, in_parts: bool) -> nn.Parameter:
+    held = _cut(value, mesh, in_parts)
+    made: Any = nn.Parameter(held)
+    if isinstance(held, InParts):
+        mark(made, _ORDER)
+    parameter: nn.Parameter = made
+    return parameter
+
+
+def _cut(value: Tensor, mesh: DeviceMesh, in_parts: bool) -> DTensor:
     """Cut as fsdp and tp together do: rows over data, the second dim over tp where there is one."""
+    in_parts &= value.dim() > 1
+    value = _ORDER.by_rank(value) if in_parts else value
     placements: list[Placement] = [Replicate(), Replicate()]
     if value.dim():
         placements[0] = Shard(0)
@@ -189,7 +204,8 @@ def _cut(value: Tensor, mesh: DeviceMesh) -> DTensor:
         placements[1] = Shard(1)
     held = distribute_tensor(value, mesh, placements, src_data_rank=None)
     # simulated ranks share what is whole until each has its own: an update in place would count once for each
-    return wrap(lift(local_part(held)), spec_of(held))
+    alone = wrap(lift(local_part(held)), spec_of(held))
+    return mark(alone, _ORDER) if in_parts else alone
 
 
 def _train(optimizer: Optimizer, parameters: Sequence[nn.Parameter], grads: Iterable[Sequence[Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""Find the functions behind a module's methods, and put an edited copy in their place on one instance."""
+"""Find the functions behind a module's methods, and make an edited copy of each for one instance."""
 
 from __future__ import annotations
 
@@ -64,19 +64,10 @@ def prepare(module: nn.Module, rewrites: Sequence[CallRewrite], convert: Convert
     for name, tails in _by_head([(one.chain, one) for one in rewrites]).items():
         stacked = method(module, name)
         edited = _edited(stacked, tails, name, convert)
-        # a pickle would hold the method by its name, and find the class's own when it is loaded: wrong, silently
+        # a pickle holds a method by its name: under the old one it would find the class's own, silently (``pickled``)
         edited.__name__ = f"{name} (rewritten for a rank)"
         found[name] = edited if isinstance(stacked, staticmethod) else MethodType(edited, module)
     return found
-
-
-def install(module: nn.Module, rewrites: Sequence[CallRewrite], convert: Convert = unchanged) -> None:
-    """Give a module its own edited methods.
-
-    Raises:
-        NoSource: see ``prepare``; nothing changed.
-    """
-    module.__dict__.update(prepare(module, rewrites, convert))
 
 
 _Tails = list[tuple[tuple[str, ...], CallRewrite]]

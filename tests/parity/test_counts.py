@@ -35,6 +35,8 @@ STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("nano", (1, 4, 4), {"checkpointing": "full"}),
     ("head norms", (2, 4, 2), {"mixed_precision": "bfloat16", "sequence_parallel": True}),
     ("llama", (2, 4, 2), {"masters": "float32"}),
+    ("head norms", (1, 4, 2), {"mixed_precision": "bfloat16", "tp_reduce_dtype": "float32"}),
+    ("head norms", (1, 1, 2), {"sequence_parallel": True, "checkpointing": "full", "tp_reduce_dtype": "bfloat16"}),
 ]
 
 

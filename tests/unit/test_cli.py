@@ -59,7 +59,8 @@ def test_explain_hands_over_every_option(asked: dict[str, Any], tmp_path: Path) 
     train = ("--global-batch", "12", "--optimizer", "sgd", "--mixed-precision", "bfloat16", "--masters", "float32")
     more = ("--checkpointing", "full", "--logits", "sharded", "--dump-dir", str(tmp_path))
     overrides = ("--override", "layers.*.a=replicate", "--override", "head=replicate")
-    assert run("explain", MLP, *degrees, *work, *machine, *train, *more, *overrides).exit_code == 0
+    sums = ("--tp-reduce-dtype", "float32")
+    assert run("explain", MLP, *sums, *degrees, *work, *machine, *train, *more, *overrides).exit_code == 0
     del asked["model"]
     assert asked == {
         "world": 8,
@@ -77,6 +78,7 @@ def test_explain_hands_over_every_option(asked: dict[str, Any], tmp_path: Path) 
         "optimizer": "sgd",
         "mixed_precision": "bfloat16",
         "masters": "float32",
+        "tp_reduce_dtype": "float32",
         "checkpointing": "full",
         "sequence_parallel": None,
         "logits": "sharded",

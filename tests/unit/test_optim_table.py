@@ -65,6 +65,15 @@ def test_the_verdict_is_what_a_trial_shows(support: Support, way: str) -> None:
         assert outcome.difference < (0.1 if support.kind is optim.Muon else 1e-6)
 
 
+@pytest.mark.parametrize("support", [one for one in TABLE if one.loop == WORKS], ids=lambda x: x.kind.__name__)
+def test_the_verdict_on_matrices_cut_in_parts_is_what_a_trial_shows(support: Support) -> None:
+    kind: Any = support.kind
+    outcome = try_out(lambda parameters: kind(parameters, **support.options("loop")), dims(kind), in_parts=True)
+    assert not outcome.untested
+    assert ("cut in parts" in outcome.error) == (support.in_parts == REFUSED)
+    assert outcome.difference < 1e-6
+
+
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=str)
 def test_switches_work_too(kind: Any, options: dict[str, Any]) -> None:
     outcome = try_out(lambda parameters: kind(parameters, **options), [1, 2])
@@ -158,6 +167,29 @@ def test_somebody_elses_optimizer_is_refused_by_what_it_does(kind: Any, match: s
     with pytest.raises(OptimizerError, match=match):
         snapshot(model, [optimizer])
     snapshot(model, [optimizer], sharded=False)
+
+
+class MixesRows(Lion):
+    """As Muon does: the direction of a matrix is that of its product with itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            gradient = parameter.grad
+            parameter.add_(gradient @ gradient.T @ gradient if gradient.dim() == 2 else gradient, alpha=-0.01)
+
+
+def test_somebody_elses_optimizer_that_mixes_rows_is_refused_where_they_are_in_parts() -> None:
+    model, optimizer = held(MixesRows)
+    snapshot(model, [optimizer])
+    snapshot(model, [optimizer], in_parts={"elsewhere"})
+    with pytest.raises(
+        OptimizerError,
+        match=r"MixesRows does not work on parameters[\s\S]*weight[\s\S]*get_T on a tensor that is cut in parts",
+    ):
+        snapshot(model, [optimizer], in_parts={"weight"})
+    model, optimizer = held(Lion)
+    snapshot(model, [optimizer], in_parts={"weight"})
 
 
 def test_what_cannot_be_tried_is_said() -> None:

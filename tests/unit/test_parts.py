@@ -21,11 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
 from autoshard._torch import local_part, spec_of
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, OptimizerError
 from autoshard.executor.execute import apply, make_mesh
 from autoshard.executor.inparts import InParts, mark
 from autoshard.executor.parts import Order
-from autoshard.optim.table import TABLE, WAYS, WORKS
+from autoshard.optim.made import make_all
+from autoshard.optim.table import REFUSED, TABLE, WAYS, WORKS
 from autoshard.plans import GradSum, Mesh, Plan
 
 TWO = Mesh(1, 1, 2)
@@ -98,7 +99,7 @@ def _in_parts(local: Tensor) -> tuple[nn.Parameter, Order]:
 @pytest.mark.parametrize("support", TABLE, ids=lambda support: support.kind.__name__)
 def test_optimizers_compute_on_parts_as_on_plain_rows_or_refuse(support: Any) -> None:
     values, gradients = torch.randn(3, 4), [torch.randn(3, 4) for _ in range(2)]
-    ways = [way for way in WAYS if support.verdict(way) == WORKS and support.kind.__name__ not in ("LBFGS", "Muon")]
+    ways = [way for way in WAYS if support.verdict(way) == WORKS and support.in_parts == WORKS]
     with fake_world(2):
         for way in ways:
             plain = nn.Parameter(values.clone())
@@ -113,11 +114,32 @@ def test_optimizers_compute_on_parts_as_on_plain_rows_or_refuse(support: Any) ->
             assert torch.equal(local_part(parameter), plain.detach()), way
             for key, value in ours.state[parameter].items():
                 assert isinstance(value, InParts) or not isinstance(value, DTensor) or value.dim() == 0, key
-        if support.kind.__name__ in ("LBFGS", "Muon"):
+        if support.in_parts == REFUSED:
             parameter, order = _in_parts(values)
             parameter.grad = parameter.detach().clone()
             with pytest.raises(AutoshardError, match="cut in parts"):
                 support.kind([parameter], lr=0.1).step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.LBFGS])
+def test_optimizers_that_mix_rows_are_refused_before_anything_changes(kind: Any) -> None:
+    def matrices(model: nn.Module, without: str = "nothing") -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in model.named_parameters() if p.dim() == 2 and without not in n]
+
+    model, plan = _model_and_plan()
+    assert plan.parameters["fused.qkv.weight"].tp_parts is not None
+    optimizer, before = kind(matrices(model)), [id(parameter) for parameter in model.parameters()]
+    with fake_world(2):
+        mesh = make_mesh(plan, "cpu")
+        with pytest.raises(OptimizerError, match=f"{kind.__name__} does not work on parameters that tp cuts in parts"):
+            apply(model, plan, mesh, [optimizer])
+        assert [id(parameter) for parameter in model.parameters()] == before
+        in_parts = [name for name, one in plan.parameters.items() if one.tp_parts is not None]
+        others = [(name, p) for name, p in matrices(model) if name not in in_parts]
+        apply(model, plan, mesh, [kind(others)])
+        with pytest.raises(OptimizerError, match=r"give those to torch\.optim\.AdamW"):
+            make_all(model, [lambda named: kind([(n, p) for n, p in named if p.dim() == 2])], sharded=True)
+        make_all(model, [lambda named: kind([(n, p) for n, p in named if p.dim() == 2 and n not in in_parts])], True)
 
 
 def _model_and_plan(**changes: dict[str, Any]) -> tuple[Model, Plan]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +13,16 @@ from typing import Any
 import pytest
 import rewritten
 import torch
+from models import build
 from rewritten import Conv1D, Eager, Flash, Given, Helped, Inner, Qkv, Relative, Repeated, Shaped, Transposed, from_text
+from simulate import fake_world
 from torch import Tensor, nn
 
 import autoshard
 from autoshard.errors import InvalidArgument, PlanMismatch
+from autoshard.executor.execute import apply, make_mesh
 from autoshard.executor.settings import check_attributes
+from autoshard.executor.training import Training
 from autoshard.passes.cut import ChooseCuts
 from autoshard.passes.factorise import Factorise
 from autoshard.passes.occurrence import Occurrences
@@ -24,7 +30,8 @@ from autoshard.passes.place import Place
 from autoshard.passes.resize import Resize
 from autoshard.passes.trace import Trace
 from autoshard.plans import Plan, Refusal
-from autoshard.rewrite.functions import install
+from autoshard.rewrite import pickled
+from autoshard.rewrite.pickled import install
 from autoshard.rewrite.record import CallRewrite
 from autoshard.rewrite.source import NoSource
 
@@ -177,9 +184,83 @@ def test_a_rewritten_module_is_compiled_and_copied() -> None:
     assert other.forward.__self__ is other  # type: ignore[attr-defined]
 
 
-def test_a_pickle_of_a_rewritten_module_does_not_come_back_with_the_old_code() -> None:
+class Static(Flash):
+    """Its sizes are in a function that is no method, and it may save a state of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.attend(self.c_attn(x), self.n_embd))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def attend(qkv: Tensor, width: int) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in qkv.split(width, dim=2))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def static() -> Static:
+    model = Static()
+    model.c_attn, model.c_proj, model.n_embd = nn.Linear(32, 48), nn.Linear(16, 32), 16
+    (place,) = [i for i, text in enumerate(inspect.getsource(Static.attend).splitlines()) if "(4, 8)" in text]
+    line = inspect.getsourcelines(Static.attend)[1] + place
+    column = inspect.getsourcelines(Static.attend)[0][place].index("4, 8")
+    install(model, (CallRewrite("attend", f"test_rewrite.py:{line}", column, "4", "4 // 2"),))
+    return model
+
+
+def saved(model: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded: nn.Module = torch.load(stream, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("make", [of_a_rank, static])
+@pytest.mark.parametrize("again", [lambda m: pickle.loads(pickle.dumps(m)), saved, copy.deepcopy], ids=str)
+def test_a_pickle_comes_back_with_the_rewritten_code(
+    make: Callable[[], Flash], again: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, x = make().eval(), torch.randn(2, 5, 32)
+    model.of_a_rank = of_a_rank  # type: ignore[assignment]
+    other = again(again(model))
+    assert other.of_a_rank is of_a_rank
+    assert type(other) is type(model) and torch.equal(other(x), model(x))
+    with torch.no_grad():
+        other.c_proj.bias.fill_(7.0)
+    assert not torch.equal(other(x), model(x))
+
+
+def test_a_pickle_without_its_methods_would_run_the_old_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = of_a_rank().eval()
+    monkeypatch.setattr(pickled, "install", lambda *_: None)
     with pytest.raises(AttributeError, match="rewritten for a rank"):
-        pickle.loads(pickle.dumps(of_a_rank()))
+        pickle.loads(pickle.dumps(model))
+
+
+def test_a_pickle_of_other_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = pickle.dumps(of_a_rank())
+    monkeypatch.setattr(Flash, "forward", Eager.forward)
+    with pytest.raises(PlanMismatch, match="the code of a pickled module") as caught:
+        pickle.loads(data)
+    assert "state_dict" in str(caught.value)
+
+
+def test_a_pickle_that_would_lose_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Static, "__getstate__", lambda self: (1, dict(self.__dict__)), raising=False)
+    with pytest.raises(pickle.PicklingError, match=r"save model\.state_dict"):
+        pickle.dumps(static())
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_whole_sharded_model_is_unpickled(mode: str) -> None:
+    model, ids = build("nano").eval(), torch.zeros(2, 6, dtype=torch.long)
+    plan = autoshard.plan(model, 2, tp=2, example_inputs=(ids,))
+    assert any(one.rewrites for one in plan.modules.values())
+    with fake_world(2):
+        apply(model, plan, make_mesh(plan, "cpu"), training=Training(checkpointing=mode))
+        other = pickle.loads(pickle.dumps(model))
+        assert torch.equal(other(ids), model(ids))
+        for module in other.modules():
+            assert all(value.__self__ is module for value in vars(module).values() if inspect.ismethod(value))
 
 
 def test_other_instances_keep_the_code() -> None:

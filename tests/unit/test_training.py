@@ -15,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.diff import differences
 from autoshard.errors import InvalidArgument
+from autoshard.executor.checks import MARK
 from autoshard.executor.recompute import Recomputed, recompute
 from autoshard.executor.training import Training, blocks
 from autoshard.plans import Coverage, Mesh, Plan, Unit
@@ -79,6 +81,8 @@ def test_blocks_are_the_outermost_units_with_modules_inside() -> None:
         ({"mixed_precision": "float8"}, "no mixed precision is called 'float8'"),
         ({"checkpointing": "some"}, "allowed: none, selective, full"),
         ({"compile_backend": "inductor"}, "pass compile=True as well"),
+        ({"tp_reduce_dtype": torch.int32}, "got: torch.int32; allowed: None, torch.bfloat16, torch.float16"),
+        ({"tp_reduce_dtype": "float32"}, "no sum over tp runs in 'float32'"),
     ],
 )
 def test_an_option_that_does_not_exist(options: dict[str, Any], words: str) -> None:
@@ -86,6 +90,30 @@ def test_an_option_that_does_not_exist(options: dict[str, Any], words: str) -> N
         Training(**options)
     with pytest.raises(InvalidArgument, match=words):
         autoshard.parallelize(nn.Linear(2, 2), {}, **options)
+
+
+def test_a_dtype_of_sums_is_in_the_plan_and_followed() -> None:
+    model, ids = build("decoder", torch.bfloat16), (torch.zeros(2, 6, dtype=torch.long),)
+    plain, wide = (
+        autoshard.plan(build("decoder", torch.bfloat16), 2, tp=2, example_inputs=ids, tp_reduce_dtype=dtype)
+        for dtype in (None, "float32")
+    )
+    assert (plain.workload.tp_reduced, wide.workload.tp_reduced) == (None, "float32")
+    assert Plan.from_dict(wide.to_dict()) == wide
+    old = plain.to_dict()
+    del old["workload"]["tp_reduced"]  # a plan of before there was one
+    assert Plan.from_dict(old) == plain
+    assert "sums over tp in float32" in str(wide) and "sums over tp" not in str(plain)
+    assert "sums over tp in float32" in str(differences(plain, wide))
+    spoiled = replace(wide, workload=replace(wide.workload, tp_reduced="float8"))
+    with fake_world(2):
+        with pytest.raises(InvalidArgument, match="no sum over tp runs in 'float8'"):
+            autoshard.parallelize(model, spoiled)
+        assert autoshard.parallelize(model, wide).__dict__[MARK].training.tp_reduce_dtype == torch.float32
+        other = autoshard.parallelize(build("decoder", torch.bfloat16), wide, tp_reduce_dtype=torch.float64)
+        assert other.__dict__[MARK].training.tp_reduce_dtype == torch.float64
+    with pytest.raises(InvalidArgument, match="no tp_reduce_dtype is called 'int32'"):
+        autoshard.plan(model, 2, tp_reduce_dtype="int32")
 
 
 @pytest.mark.parametrize("helper", [autoshard.data_rank, autoshard.data_world])
