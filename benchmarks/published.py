@@ -58,7 +58,7 @@ class Row:
         device: as in ``autoshard.devices``; ``memory_gib`` as the source states it.
         world: number of devices; ``tp``, ``pp``, ``cp``, ``ep`` and ``dp_shard`` are degrees.
         micro_batch: sequences per data rank; ``sequence``: tokens of each.
-        checkpointing: ``selective`` or ``full``.
+        checkpointing: ``none``, ``selective`` or ``full``.
         precision: ``bf16`` or ``fp8``.
         zero1: whether the optimizer's state is sharded over replicas.
         below_tp: the tp that must be ranked above this row's, or 0.
@@ -210,7 +210,10 @@ def version() -> str:
     digest = hashlib.sha256(page.version().encode())
     for path in (
         TABLE,
-        *(ROOT / "benchmarks" / f"{name}.py" for name in ("diffusion", "published", "published_models")),
+        *(
+            ROOT / "benchmarks" / f"{name}.py"
+            for name in ("diffusion", "published", "published_kernels", "published_models")
+        ),
     ):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from diffusion import Diffusion
+from published_kernels import FUSED_SINKS, route
 from torch import Tensor, nn
 
 
@@ -115,7 +116,25 @@ def _oss(layers: int, experts: int) -> Callable[[], nn.Module]:
         head_dim=64,
         num_local_experts=experts,
         num_experts_per_tok=4,
+        attn_implementation=FUSED_SINKS,
     )
+
+
+def _llama4_scout() -> nn.Module:
+    make = _of(
+        "Llama4Text",
+        vocab_size=202048,
+        hidden_size=5120,
+        intermediate_size=8192,
+        intermediate_size_mlp=16384,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=16,
+        num_experts_per_tok=1,
+    )
+    return route(make())
 
 
 class Lowered(nn.Module):
@@ -183,21 +202,9 @@ MODELS = {
         "config.json of Qwen/Qwen3-30B-A3B",
     ),
     "Llama-4-Scout": Published(
-        _of(
-            "Llama4Text",
-            vocab_size=202048,
-            hidden_size=5120,
-            intermediate_size=8192,
-            intermediate_size_mlp=16384,
-            num_hidden_layers=48,
-            num_attention_heads=40,
-            num_key_value_heads=8,
-            head_dim=128,
-            num_local_experts=16,
-            num_experts_per_tok=1,
-        ),
+        _llama4_scout,
         109,
-        "config.json of meta-llama/Llama-4-Scout-17B-16E, its text model",
+        "config.json of meta-llama/Llama-4-Scout-17B-16E, its text model; experts that are routed to",
     ),
     "GPT-OSS-20B": Published(_oss(24, 32), 20.9, "arXiv:2508.10925 table 1"),
     "GPT-OSS-120B": Published(_oss(36, 128), 116.8, "arXiv:2508.10925 table 1"),

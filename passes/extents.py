@@ -37,10 +37,12 @@ class Extents:
     Attributes:
         placed: the placed cuts.
         named: the batch and sequence factors.
+        begun: values that are cut along the sequence behind the op that makes them: it works on the whole sequence.
     """
 
     placed: Placed
     named: Mapping[Factor, PolyElement]
+    begun: frozenset[str] = frozenset()
     _known: dict[tuple[Factor, bool], PolyElement] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -53,7 +55,8 @@ class Extents:
             for label, factor in zip(dims, factored.single(name), strict=False):
                 if label in symbols:
                     named[find(factor)] = symbols[label]
-        return Extents(placed, named)
+        begun = frozenset(c.value for c in placed.sequence.conversions if "->S(" in c.kind)
+        return Extents(placed, named, begun)
 
     def extent(self, factor: Factor, cut: bool) -> PolyElement:
         """Return the elements one tp rank holds of a dim; all of them unless ``cut``."""
@@ -75,13 +78,14 @@ class Extents:
             return RING(factor.size)
         return factor.size * U if ways == chosen.degree else RING(factor.size // ways)
 
-    def dims(self, value: str, result: int = 0, whole: bool = False) -> tuple[PolyElement, ...]:
+    def dims(self, value: str, result: int = 0, whole: bool = False, made: bool = False) -> tuple[PolyElement, ...]:
         """Return the extents that one tp rank holds of a tensor in training; all of them if ``whole``.
 
         Args:
             value: the value.
             result: which of its tensors, for an op with several.
             whole: whether to leave out that it is cut.
+            made: whether as its op makes it, before a conversion cuts it along the sequence.
         """
         tensors = self.placed.chosen.factored.tensors(value)
         if result >= len(tensors):
@@ -89,15 +93,15 @@ class Extents:
         cut = not whole and self.placed.states.get(value) is State.S
         found = [self.extent(dim, cut) for dim in tensors[result]]
         along = self.placed.sequence.dims.get(value)
-        if along is not None and not whole:
+        if along is not None and not whole and not (made and value in self.begun):
             found[along] = found[along] * U
         if value in self.placed.logits and not whole:
             found[-1] = found[-1] * U
         return tuple(found)
 
-    def numel(self, value: str, result: int = 0, whole: bool = False) -> PolyElement:
+    def numel(self, value: str, result: int = 0, whole: bool = False, made: bool = False) -> PolyElement:
         """Return the elements of ``dims``."""
-        return multiplied(self.dims(value, result, whole))
+        return multiplied(self.dims(value, result, whole, made))
 
 
 def multiplied(sizes: Iterable[PolyElement]) -> PolyElement:

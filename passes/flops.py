@@ -36,4 +36,4 @@ class Flops:
             return ZERO
         cut = not whole and any(self.placed.states.get(ref) is State.S for ref in op.refs())
         inner = multiplied(self.extents.extent(factor, cut) for factor in summed)
-        return 2 * self.extents.numel(op.name, whole=whole) * inner
+        return 2 * self.extents.numel(op.name, whole=whole, made=True) * inner

@@ -73,10 +73,10 @@ class Pricing:
 
     def units(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> list[cost.Unit]:
         """Return the sizes of every unit; ``batch`` and ``sequence`` may be symbols in place of the workload's."""
-        known: dict[tuple[int, int, tuple[Weight, ...]], cost.Unit] = {}
+        known: dict[tuple[int, int, int], cost.Unit] = {}
         found = []
         for unit in self.profile.units:
-            key = (id(unit.kept), id(unit.flops), unit.weights)
+            key = (id(unit.kept), id(unit.flops), id(unit.weights))
             if key not in known:
                 known[key] = self._unit(unit, mesh, workload, batch or workload.batch, sequence or workload.sequence)
             found.append(replace(known[key], name=unit.module))

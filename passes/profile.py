@@ -220,7 +220,8 @@ class _Walk:
         made = sum((self._like(op, shape) * element for shape, element in kept.made), ZERO)
         sums.kept += made
         if kept.dear and kept.grad:
-            sums.dear += self._bytes(op.name)
+            # what selective checkpointing keeps is what the op makes, before it is reduced to a part of the sequence
+            sums.dear += self._bytes(op.name, made=True)
         if kept.grad and (kept.operands or kept.results or kept.made):
             sums.last = len(self.made[unit]) - 1
         if kept.grad:
@@ -271,9 +272,10 @@ class _Walk:
         layouts = self.keeping.layouts.get(value, ())
         return layouts[result] if result < len(layouts) else None
 
-    def _bytes(self, value: str, result: int = 0, whole: bool = False) -> PolyElement:
+    def _bytes(self, value: str, result: int = 0, whole: bool = False, made: bool = False) -> PolyElement:
         layout = self._layout(value, result)
-        return ZERO if layout is None else self.extents.numel(value, result, whole) * self._element(layout.dtype)
+        size = ZERO if layout is None else self.extents.numel(value, result, whole, made)
+        return size if layout is None else size * self._element(layout.dtype)
 
     def _element(self, dtype: torch.dtype) -> int:
         """Return the bytes of an element, of the workload's dtype where that takes the place of ``dtype``."""
@@ -298,7 +300,7 @@ class _Walk:
         if flops:
             sums.flops += flops
         else:
-            sums.moved += self._bytes(op.name) + sum((self._bytes(ref) for ref in op.refs()), ZERO)
+            sums.moved += self._bytes(op.name, made=True) + sum((self._bytes(ref) for ref in op.refs()), ZERO)
 
     def _logits(self) -> str | None:
         """Return the first result of the model that takes a gradient."""

@@ -91,12 +91,14 @@ def main_dtype(traced: Traced) -> str:
 
 
 def weights(placed: Placed, units: Sequence[str]) -> dict[str, tuple[Weight, ...]]:
-    """Return every unit's parameters, each once."""
+    """Return every unit's parameters, each once; units that hold the same have one tuple, so that its id is a key."""
     parameters = {p.fqn: p for p in placed.chosen.factored.traced.parameters}
-    return {
-        unit: tuple(_weight(placed, parameters[fqn]) for fqn in fqns)
-        for unit, fqns in zip(units, members(units, parameters.values()), strict=True)
-    }
+    known: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+    found = {}
+    for unit, fqns in zip(units, members(units, parameters.values()), strict=True):
+        held = tuple(_weight(placed, parameters[fqn]) for fqn in fqns)
+        found[unit] = known.setdefault(held, held)
+    return found
 
 
 def _weight(placed: Placed, tensor: Tensor) -> Weight:

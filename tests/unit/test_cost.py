@@ -22,6 +22,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InvalidArgument, MeshMismatch
 from autoshard.exploring import what_if
 from autoshard.passes.choose_mesh import CHECKPOINTING, TIE, Asked, ChooseMesh
+from autoshard.passes.extents import at
 from autoshard.passes.formula import B, T, r, s, t, write_out
 from autoshard.passes.price import Price
 from autoshard.passes.pricing import Pricer
@@ -249,3 +250,16 @@ def test_precision_is_priced() -> None:
     wide = {(c.op, c.axis): c.bytes for c in masters.collectives}
     assert wide["all_gather", "dp_shard"] == sent["all_gather", "dp_shard"]
     assert wide["reduce_scatter", "dp_shard"] == 2 * sent["reduce_scatter", "dp_shard"]
+
+
+def test_a_cut_sequence_takes_nothing_off_the_matmuls_whose_sums_it_scatters() -> None:
+    prices = pricer()
+    whole, along = prices.of(2).profile, prices.of(2, sequence=True).profile
+    blocks = [(one, other) for one, other in zip(whole.units, along.units, strict=True) if one.block]
+    assert blocks
+    for one, other in blocks:
+        assert one.flops == other.flops
+        # what selective checkpointing keeps of them is what they make, before it is scattered
+        assert one.dear == other.dear
+        assert at(one.kept, 2, 7, 2) > at(other.kept, 2, 7, 2)
+        assert at(one.moved, 2, 7, 2) > at(other.moved, 2, 7, 2)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autoshard.plans import Mesh, MeshChoice
 
@@ -34,7 +36,7 @@ def test_rows_are_whole(benchmark: Any) -> None:
     assert {row.model for row in rows} == set(benchmark.MODELS)
     for row in rows:
         assert row.source
-        assert row.checkpointing in ("", "selective", "full")
+        assert row.checkpointing in ("", "none", "selective", "full")
         assert row.precision in ("bf16", "fp8")
         degrees = row.tp * row.pp * row.cp * max(row.dp_shard, 1)
         assert row.world % degrees == 0, row
@@ -56,6 +58,38 @@ def test_low_rank_layers_are_all_that_trains(benchmark: Any) -> None:
     assert len(trained) == 80 * 7 * 2
 
 
+def test_fused_attention_with_sinks_is_the_eager_one(benchmark: Any) -> None:
+    kernels = importlib.import_module("published_kernels")
+    eager = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    module = nn.Module()
+    module.num_key_value_groups, module.sinks = 2, nn.Parameter(torch.randn(4))  # type: ignore[assignment]
+    mask = torch.full((5, 5), -torch.inf).triu(1)
+    whole, _ = eager(module, query, key, value, mask, scaling=0.3)
+    fused, _ = kernels.with_sinks(module, query, key, value, None, scaling=0.3, s_aux=module.sinks)
+    torch.testing.assert_close(fused, whole, atol=1e-5, rtol=1e-5)
+    spoiled, _ = kernels.with_sinks(module, query, key, value, None, scaling=0.3, s_aux=module.sinks + 1)
+    assert not torch.allclose(spoiled, whole, atol=1e-2)
+
+
+def test_routed_experts_are_those_that_each_token_chose(benchmark: Any) -> None:
+    kernels = importlib.import_module("published_kernels")
+    torch.manual_seed(0)
+    routed = kernels.Routed(8, 16, 4, 2, nn.Linear(8, 8))
+    for parameter in routed.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 6, 8)
+    found, logits = routed(x)
+    scores, chosen = logits.sigmoid().topk(2)
+    gate, up = torch.einsum("bth,ehw->btew", x, routed.experts.into).chunk(2, dim=-1)
+    every = torch.einsum("btew,ewh->bteh", nn.functional.silu(gate) * up, routed.experts.out)
+    picked = every.gather(2, chosen.unsqueeze(-1).expand(-1, -1, -1, 8)) * scores.unsqueeze(-1)
+    torch.testing.assert_close(found, picked.sum(2) + routed.shared(x), atol=1e-3, rtol=1e-4)
+    # the first two of all, whatever was chosen, are others
+    assert not torch.allclose(found, every[:, :, :2].sum(2) + routed.shared(x), atol=1e-1)
+
+
 def test_settings_hold_what_is_stated_and_nothing_of_the_answer(benchmark: Any, row: Any) -> None:
     stated = benchmark.settings(row(3))
     assert (stated["world"], stated["batch"], stated["sequence"]) == (256, 16, 8192)
@@ -65,6 +99,8 @@ def test_settings_hold_what_is_stated_and_nothing_of_the_answer(benchmark: Any, 
     # no sharded data parallelism existed there; with ZeRO-1 there was some
     assert benchmark.settings(row(303))["dp_shard"] == 1
     assert benchmark.settings(row(20))["dp_shard"] is None
+    assert benchmark.settings(row(20))["checkpointing"] == "none"  # its source recomputes no layer
+    assert benchmark.settings(row(23))["checkpointing"] is None
     assert benchmark.settings(row(13))["logits"] == "whole"  # it has none
     fp8, bf16 = (benchmark.settings(row(number))["device"].device for number in (14, 25))
     assert fp8.flops["bfloat16"] == bf16.flops["float8"] > bf16.flops["bfloat16"]
