@@ -1,7 +1,8 @@
 """Whether one run of a function went through all of its code: then what the run shows holds for every path.
 
-Code that a run passed over may be passed over for good where no value of a tensor decides it, as elsewhere in a trace,
-or where it does nothing with tensors: it leaves a loop, raises, or returns early what a later line returns too.
+Code that a run passed over may be passed over for good where no value of a tensor decides it, as elsewhere in a trace:
+the test reads settings, or ran before the first question only. So may code that does nothing with tensors: it leaves a
+loop, raises, or returns early what a later line returns too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Coverage:
         self.asked: dict[CodeType, set[int]] = {}
         self.answers: set[int] = set()
         self.decides: set[CodeType] = set()
+        self.late: dict[CodeType, set[int]] = {}
 
     def ask(self, place: tuple[CodeType, int] | None, answer: float) -> None:
         """Note what an instruction that asked for the value of a tensor was answered."""
@@ -43,6 +45,7 @@ class Coverage:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._start:
             self.decides.add(frame.f_code)
+            self.late.setdefault(frame.f_code, set()).add(frame.f_lasti)  # what it makes has the answer in it
             frame = frame.f_back
 
     def __enter__(self) -> Coverage:
@@ -58,13 +61,15 @@ class Coverage:
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         if not is_called_by_users(frame, self._start):
             return None
-        ran = self.ran.setdefault(frame.f_code, {0})
+        ran, late = self.ran.setdefault(frame.f_code, {0}), self.late.setdefault(frame.f_code, set())
         if any(self._answered(value) for value in frame.f_locals.values()):
             self.decides.add(frame.f_code)
 
         def follow(frame: FrameType, event: str, _: Any) -> Any:
             if event == "opcode":
                 ran.add(frame.f_lasti)
+                if self.decides:
+                    late.add(frame.f_lasti)
             return follow
 
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -78,10 +83,13 @@ class Coverage:
     def missed(self) -> bool:
         """Whether code that matters did not run; also where the source is not known."""
         decisive = [code for code in self.ran if code in self.decides]
-        return any(_missed(code, self.ran[code], self.asked.get(code, set())) for code in decisive)
+        return any(self._missed(code) for code in decisive)
+
+    def _missed(self, code: CodeType) -> bool:
+        return _missed(code, self.ran[code], self.asked.get(code, set()), self.late[code])
 
 
-def _missed(code: CodeType, ran: set[int], asked: set[int]) -> bool:
+def _missed(code: CodeType, ran: set[int], asked: set[int], late: set[int]) -> bool:
     every = list(dis.get_instructions(code))
     long = {two.offset for one, two in pairwise(every) if one.opname == "EXTENDED_ARG" and one.offset in ran}
     left = [one for one in every if one.offset not in ran | long and one.opname.startswith(_DOES)]
@@ -90,8 +98,13 @@ def _missed(code: CodeType, ran: set[int], asked: set[int]) -> bool:
     node = definition(code)
     if node is None:
         return True
-    asking = [one for one in every if one.offset in asked]
-    excused = list(_excused(node, lambda test: any(_within(one, _place(test)) for one in asking)))
+
+    def fixed(test: ast.expr) -> bool:
+        inside = [one.offset for one in every if _within(one, _place(test))]
+        early = any(n in ran for n in inside) and late.isdisjoint(inside)
+        return (_fixed(test) or early) and asked.isdisjoint(inside)
+
+    excused = list(_excused(node, fixed))
     return not all(any(_within(one, place) for place in excused) for one in left)
 
 
@@ -102,12 +115,8 @@ def _within(one: dis.Instruction, place: _Place) -> bool:
     return place[:2] <= (at.lineno, at.col_offset) and (at.end_lineno or 0, at.end_col_offset or 0) <= place[2:]
 
 
-def _excused(function: ast.FunctionDef, asks: Callable[[ast.expr], bool]) -> Iterator[_Place]:
-    """Yield the stretches of a function that need not run; ``asks`` says whether a test looks at a tensor's values."""
-
-    def fixed(test: ast.expr) -> bool:
-        return _fixed(test) and not asks(test)
-
+def _excused(function: ast.FunctionDef, fixed: Callable[[ast.expr], bool]) -> Iterator[_Place]:
+    """Yield the stretches of a function that need not run; ``fixed`` says whether no tensor's values decide a test."""
     bound = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     for node in ast.walk(function):
         if isinstance(node, (ast.Raise, ast.Continue, ast.Break, ast.Pass)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -34,11 +34,13 @@ class Answers:
     """What is answered to questions for values.
 
     Attributes:
-        numbers: one after the other at each place that asks; as many rows are found by what looks for some.
+        numbers: one after the other at each place that asks.
+        counts: likewise how many rows are found by what looks for some; as many as there are numbers where empty.
         heard: what one run on values was answered, question by question, taken instead where there is any.
     """
 
     numbers: tuple[int, ...] = _FIRST
+    counts: tuple[int, ...] = ()
     heard: tuple[Any, ...] = ()
 
 
@@ -56,18 +58,21 @@ class _Run:
 
     def number(self, place: Any) -> Any:
         """Return the next number for an instruction."""
+        return self._heard_next() if self.answers.heard else self._next(place, self.answers.numbers)
+
+    def rows(self, place: Any) -> int:
+        """Return how many of what an instruction looks for are found."""
         if self.answers.heard:
-            return self._next()
+            return int(self._heard_next())
+        return self._next(place, self.answers.counts or (len(self.answers.numbers),))
+
+    def _next(self, place: Any, numbers: tuple[int, ...]) -> int:
         self._times[place] += 1
         if sum(self._times.values()) > _READS:
             raise RuntimeError("the code asks for values without end")
-        return self.answers.numbers[(self._times[place] - 1) % len(self.answers.numbers)]
+        return numbers[(self._times[place] - 1) % len(numbers)]
 
-    def rows(self) -> int:
-        """Return how many of what is looked for are found."""
-        return int(self._next()) if self.answers.heard else len(self.answers.numbers)
-
-    def _next(self) -> Any:
+    def _heard_next(self) -> Any:
         for heard in self._heard:
             return heard
         raise RuntimeError("the code asks for more values than it did before")
@@ -133,7 +138,7 @@ class Guesses(TorchFunctionMode):
 
     def found(self, taken: Tensor, *more: int, columns: int = 1) -> list[Tensor]:
         """Return numbers that some code found in ``taken``: as many tensors (rows, *more), int64, as columns."""
-        rows = self._runs[-1].rows()
+        rows = self._runs[-1].rows(users_place())
         self.ask(None, rows)
         layout = ";".join([f"int64:{','.join(map(str, (rows, *more)))}"] * columns)
         return list(torch.ops.autoshard.opaque([taken], layout, "", _WHY))
@@ -221,6 +226,17 @@ def _flat(value: Any) -> list[Any]:
     return [one for item in value for one in _flat(item)] if isinstance(value, list) else [value]
 
 
+def _with_number(answers: Answers, number: int) -> Answers:
+    """Return the answers with one number more, for both arms of a branch on it."""
+    return answers if number in answers.numbers else replace(answers, numbers=(*answers.numbers, number))
+
+
+def _with_count(answers: Answers, count: int) -> Answers:
+    """Return the answers with one count of rows more, for both arms of a branch on that."""
+    counts = answers.counts or (len(answers.numbers),)
+    return answers if count in counts else replace(answers, counts=(*counts, count))
+
+
 def explore(module: nn.Module, args: Any, kwargs: Any, known: tuple[Any, ...] = ()) -> Answers | None:
     """Return answers that lead through all of a module's code, and past every parameter in it; None if none do.
 
@@ -232,14 +248,15 @@ def explore(module: nn.Module, args: Any, kwargs: Any, known: tuple[Any, ...] = 
     """
     answers = Answers()
     best = _Tried(module, answers, args, kwargs)
-    more = {n + d for n in best.held for d in (-1, 0, 1) if n + d > 0} - {*answers.numbers}
-    for number in sorted(more)[:_TRIES]:
-        if best.all:
-            break
-        longer = Answers((*answers.numbers, number))
-        tried = _Tried(module, longer, args, kwargs)
-        if tried.instructions > best.instructions:
-            answers, best = longer, tried
+    near = sorted({n + d for n in best.held for d in (-1, 0, 1) if n + d > 0})
+    for grown in (_with_number, _with_count):
+        for number in near[:_TRIES]:
+            longer = grown(answers, number)
+            if best.all or longer == answers:
+                continue
+            tried = _Tried(module, longer, args, kwargs)
+            if tried.instructions > best.instructions:
+                answers, best = longer, tried
     if best.all:
         return answers
     answers = Answers(heard=known)

@@ -49,6 +49,7 @@ def make_twin(
     dropped = [child for name, n in (lengths or {}).items() for child in list(model.get_submodule(name).children())[n:]]
     for child in dropped:
         memo[id(child)] = None
+    kept = _kept(model, {id(child) for child in dropped}) if dropped else None
     with mode:
         for fqn, parameter in model.named_parameters(remove_duplicate=True):
             if isinstance(parameter, DTensor):
@@ -58,10 +59,12 @@ def make_twin(
                     got=f"a DTensor on the mesh {parameter.device_mesh}",
                     help="plan the model before it is sharded",
                 )
-            fake = _fake(parameter, shapes.get(fqn))
-            memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = None
+            if kept is None or id(parameter) in kept:
+                fake = _fake(parameter, shapes.get(fqn))
+                memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         for fqn, buffer in model.named_buffers(remove_duplicate=True):
-            memo[id(buffer)] = _fake(buffer, shapes.get(fqn))
+            memo[id(buffer)] = _fake(buffer, shapes.get(fqn)) if kept is None or id(buffer) in kept else None
     try:
         twin = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -76,6 +79,19 @@ def make_twin(
             del modules[key]
     replace.apply(twin, replace.find(twin))
     return Twin(twin, mode)
+
+
+def _kept(model: nn.Module, dropped: set[int]) -> set[int]:
+    """Return the identities of the tensors that modules hold which are left when some are dropped."""
+    found: set[int] = set()
+    pending, seen = [model], set(dropped)
+    while pending:
+        module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.update(id(t) for t in (*module._parameters.values(), *module._buffers.values()))
+            pending += module.children()
+    return found
 
 
 def _fake(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:

@@ -200,19 +200,19 @@ class Leaks:
     def _alike(self, op: Op) -> list[Op]:
         """Return the ops of the same text in the same module, blocks that are copies taken for the same."""
         every = self.placed.chosen.factored.traced.ops
-        at = (op.where, op.target, self._pattern(op.module))
-        return [other for other in every if (other.where, other.target, self._pattern(other.module)) == at]
+        same = (other for other in every if (other.where, other.target) == (op.where, op.target))
+        at = self._pattern(op.module)
+        return [other for other in same if self._pattern(other.module) == at]
 
     def _every(self) -> frozenset[Seen]:
         begins = ((c.call, c.value) for c in self.conversions if c.kind.startswith("R->S"))
         return frozenset([*self.dims, *begins])
 
     def _pattern(self, fqn: str) -> str:
-        copies = self.placed.chosen.factored.traced.copies
-        for copy, block in copies.items():
-            if fqn == copy or fqn.startswith(copy + "."):
-                return block + fqn.removeprefix(copy)
-        return fqn
+        copies, outer = self.placed.chosen.factored.traced.copies, fqn
+        while outer and outer not in copies:
+            outer = outer.rpartition(".")[0]
+        return copies[outer] + fqn.removeprefix(outer) if outer else fqn
 
     def _seen(self, number: int, op: Op) -> set[Seen]:
         """Return the values that the own code of a call saw while they were cut, before it came to ``op``."""

@@ -134,3 +134,92 @@ def test_answers_reach_both_arms_of_a_branch() -> None:
     twin = make_twin(built(StackedExperts, idle=2))
     with twin.mode:
         assert explore(twin.model, (torch.ones(2, 7, WIDTH),), {}) == Answers((0, 1, 0, 4))
+
+
+class Chunked(nn.Module):
+    """Of the rows that a mask finds for each query, whole pairs are averaged; a query may find less than a pair."""
+
+    def __init__(self, least: float = 0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.pair, self.least = 2, least
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask = mask if mask.dtype == torch.bool else mask == 0
+        rows = x.reshape(-1, WIDTH)
+        out = torch.zeros_like(rows)
+        for query in range(mask.shape[0]):
+            found = mask[query].nonzero().flatten()
+            pairs = found.shape[0] // self.pair
+            if pairs > self.least:
+                mine = rows.index_select(0, found[: pairs * self.pair]).view(pairs, self.pair, WIDTH).mean(1)
+                done = self.down(self.up(mine).relu()).sum(0)
+            else:
+                done = torch.zeros(WIDTH)
+            out[query] = done
+        return out.view_as(x)
+
+
+MASK = torch.ones(14, 14, dtype=torch.bool).tril()
+
+
+def test_both_arms_of_a_branch_on_how_many_rows_are_found_are_followed_without_values() -> None:
+    with torch.device("meta"):
+        model, given = Chunked(), (torch.empty(2, 7, WIDTH), torch.empty(14, 14, dtype=torch.bool))
+    assert cuts(planned(model, given), "up.weight", "down.weight") == [0, 1]
+    assert not Trace(given).run(model).untraced
+
+
+def test_what_was_followed_so_is_exact() -> None:
+    model, given = built(Chunked), (X[0], MASK)
+    made = planned(model, given)
+    assert cuts(made, "up.weight", "down.weight") == [0, 1]
+    assert autoshard.verify(model, made, example_inputs=given).ok
+    assert made.modules["down"].outputs == {"": "P->R"}
+    spoiled = dataclasses.replace(made, modules={k: m for k, m in made.modules.items() if k != "down"})
+    assert not autoshard.verify(model, spoiled, example_inputs=given).ok
+
+
+def test_an_arm_that_no_count_reaches_keeps_the_code_out() -> None:
+    with torch.device("meta"):
+        model, given = Chunked(least=0.5), (torch.empty(2, 7, WIDTH), torch.empty(14, 14, dtype=torch.bool))
+        never = Chunked(least=float("inf"))
+    assert not Trace(given).run(model).untraced
+    assert [part.fqn for part in Trace(given).run(never).untraced] == [""]
+
+
+class Tested(nn.Module):
+    """One arm of a test that no value decides never runs; ``when`` says where the test stands."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.when)(x)  # type: ignore[no-any-return]
+
+    def before(self, x: Tensor) -> Tensor:
+        rows = x[0] if x.dim() == 3 else x
+        return rows[int(rows.argmax())] * self.weight
+
+    def behind(self, x: Tensor) -> Tensor:
+        row = x[int(x.argmax())] * self.weight
+        return row[0] if row.dim() == 3 else row
+
+    def asking(self, x: Tensor) -> Tensor:
+        return x[0] if x.argmax().item() == x.dim() + 5 else x * self.weight
+
+    def again(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            rows = x[0] if x.dim() == 3 else x
+            x = rows * self.weight + int(x.argmax())
+        return x
+
+
+@pytest.mark.parametrize("when", ["before", "behind", "asking", "again"])
+def test_only_a_test_ahead_of_every_question_may_leave_an_arm_out(when: str) -> None:
+    twin = make_twin(Tested(when))
+    with twin.mode:
+        found = explore(twin.model, (torch.ones(2, 3),), {})
+    assert (found is not None) == (when == "before")

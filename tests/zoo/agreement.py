@@ -41,6 +41,12 @@ def agreement(plan: Plan, hand: Plan, traced: Traced) -> Agreement:
     return Agreement(verdict, why, cut, hand_cut, moved, hand_moved)
 
 
+def covers(plan: Plan, hand: Plan) -> bool:
+    """Return whether ``plan`` cuts every parameter that ``hand`` does, along whatever dim."""
+    ours = {fqn: t for fqn, t in plan.parameters.items() if t.tied_to is None}
+    return all(_dim(t) is not None for fqn, t in ours.items() if hand.parameters[fqn].tp_dim is not None)
+
+
 def added(plan: Plan, hand: Plan) -> list[str]:
     """Return the parameters that only ``plan`` cuts, if it cuts all that ``hand`` does; else none."""
     ours = {fqn: t for fqn, t in plan.parameters.items() if t.tied_to is None}

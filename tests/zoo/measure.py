@@ -17,7 +17,7 @@ from autoshard.hand.reader import from_hand
 from autoshard.patterns import unfold
 from autoshard.pipeline import Options, Stages, run
 from autoshard.plans import Plan
-from zoo.agreement import added, agreement
+from zoo.agreement import added, agreement, covers
 from zoo.rows import Agreement, Left, Row
 from zoo.tiny import tiny
 from zoo.weights import cut_share, matmul_weights, tensor_bytes, traced_parameters
@@ -60,7 +60,8 @@ def _agreement(model: nn.Module, inputs: Any, plan: Plan, stages: Stages, rules:
         return first
     again, stages = planned(model, inputs, more)
     second = agreement(again, hand, stages.traced)
-    if second.verdict not in ("same", "better"):
+    no_dearer = covers(again, hand) and second.moved_bytes <= second.hand_moved_bytes  # along whatever dims
+    if second.verdict not in ("same", "better") and not no_dearer:
         return first
     says = f"with these whole too it moves {second.moved_bytes} bytes, the hand plan {second.hand_moved_bytes}"
     return replace(first, verdict="better", why=f"{first.why.partition('; ')[2]}; {says}")

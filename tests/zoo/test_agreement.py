@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autoshard.api import plan as make_plan
 from autoshard.pipeline import Stages
 from autoshard.plans import ModulePlan, Plan, TensorPlan
-from zoo.agreement import agreement
+from zoo.agreement import agreement, covers
 from zoo.measure import planned
 from zoo.moved import moved_bytes
 from zoo.rows import Agreement, Left, Row
@@ -87,6 +87,13 @@ def test_verdicts() -> None:
     assert (verdict(dear, plan), verdict(plan, dear)) == ("worse", "better")
     more = {fqn: ModulePlan("", {}, {"": "P->R"}) for fqn in calls}
     assert verdict(joined(plan, more), replace(less, modules={})) == "different"
+
+
+def test_a_plan_covers_another_whatever_the_dims() -> None:
+    plan, less = decoder()[0], without_mlp()
+    assert covers(turned(plan, "head.weight", 1), plan)
+    assert covers(plan, less)
+    assert not covers(less, plan)
 
 
 def test_a_parting_names_the_plans_own_reason() -> None:
