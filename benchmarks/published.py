@@ -61,7 +61,7 @@ class Row:
         checkpointing: ``none``, ``selective`` or ``full``.
         precision: ``bf16`` or ``fp8``.
         zero1: whether the optimizer's state is sharded over replicas.
-        below_tp: the tp that must be ranked above this row's, or 0.
+        below_tp: the tp that must be ranked above this row's, at the largest batch that it can take, or 0.
         remark: what else is said; ``tokens_per_second`` of each device, as printed; ``source``.
     """
 
@@ -146,15 +146,14 @@ def verdict(row: Row, chosen: MeshChoice, theirs: MeshChoice | None) -> str:
     if not chosen.fits:
         return "off: nothing fits"
     if row.below_tp:
-        below = theirs is not None and theirs.tokens_per_second < chosen.tokens_per_second
-        return "equal" if below and chosen.mesh.tp == row.below_tp else "off"
+        return "ranks below" if theirs and theirs.tokens_per_second < chosen.tokens_per_second else "off: ranks above"
     low, high = sorted((row.tp, chosen.mesh.tp))
     return "equal" if low == high else "within one power of two" if high <= 2 * low else "off"
 
 
-def cells(row: Row, plan: Plan) -> tuple[object, ...]:
-    """Return the row of the page."""
-    chosen, theirs = plan.meshes[0], as_published(row, plan.meshes)
+def cells(row: Row, plan: Plan, rival: Plan | None = None) -> tuple[object, ...]:
+    """Return the row of the page; ``rival`` is what the published mesh has to rank below."""
+    chosen, theirs = (rival or plan).meshes[0], as_published(row, plan.meshes)
     known = theirs is not None and theirs.tokens_per_second > 0
     ratio = f"{chosen.tokens_per_second / theirs.tokens_per_second:.2f}" if theirs is not None and known else "-"
     speed = "-" if theirs is None else f"{theirs.tokens_per_second:,.0f}" + ("" if theirs.fits else " (does not fit)")
@@ -180,7 +179,13 @@ def measure(row: Row) -> tuple[object, ...]:
     """Plan a row; a refusal is told in the verdict."""
     model = MODELS[row.model].on_meta()
     try:
-        return cells(row, autoshard.plan(model, **settings(row)))
+        plan = autoshard.plan(model, **settings(row))
+        if not row.below_tp:
+            return cells(row, plan)
+        # it may not take the row's batch at once: then it takes as much as it can, several times a step
+        most = max(c.max_batch or 0 for c in plan.meshes if c.mesh.tp == row.below_tp)
+        batch = min(row.micro_batch, most)
+        return cells(row, plan, autoshard.plan(model, **settings(row) | {"tp": row.below_tp, "batch": batch}))
     except AutoshardError as error:
         return (*_about(row), *("-",) * 7, f"refused: {error.what}")
 

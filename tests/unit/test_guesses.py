@@ -188,7 +188,7 @@ def test_an_arm_that_no_count_reaches_keeps_the_code_out() -> None:
     assert [part.fqn for part in Trace(given).run(never).untraced] == [""]
 
 
-class Tested(nn.Module):
+class UnderTests(nn.Module):
     """One arm of a test that no value decides never runs; ``when`` says where the test stands."""
 
     def __init__(self, when: str) -> None:
@@ -219,7 +219,7 @@ class Tested(nn.Module):
 
 @pytest.mark.parametrize("when", ["before", "behind", "asking", "again"])
 def test_only_a_test_ahead_of_every_question_may_leave_an_arm_out(when: str) -> None:
-    twin = make_twin(Tested(when))
+    twin = make_twin(UnderTests(when))
     with twin.mode:
         found = explore(twin.model, (torch.ones(2, 3),), {})
     assert (found is not None) == (when == "before")

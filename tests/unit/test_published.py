@@ -130,10 +130,10 @@ def test_verdicts(benchmark: Any, row: Any, number: int, chosen: MeshChoice, sai
 
 
 def test_the_row_that_must_rank_below(benchmark: Any, row: Any) -> None:
-    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 1.0)) == "equal"
-    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 3.0)) == "off"
-    assert benchmark.verdict(row(4), choice(8, 2.0), choice(8, 2.0)) == "off"
-    assert benchmark.verdict(row(4), choice(1, 2.0), None) == "off"
+    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 1.0)) == "ranks below"
+    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 3.0)) == "off: ranks above"
+    assert benchmark.verdict(row(4), choice(1, 2.0), choice(8, 2.0)) == "off: ranks above"
+    assert benchmark.verdict(row(4), choice(1, 2.0), None) == "off: ranks above"
 
 
 def test_the_published_mesh_is_found(benchmark: Any, row: Any) -> None:
