@@ -215,7 +215,9 @@ def saved(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [of_a_rank, static])
-@pytest.mark.parametrize("again", [lambda m: pickle.loads(pickle.dumps(m)), saved, copy.deepcopy], ids=["pickle", "saved", "copied"])
+@pytest.mark.parametrize(
+    "again", [lambda m: pickle.loads(pickle.dumps(m)), saved, copy.deepcopy], ids=["pickle", "save", "copy"]
+)
 def test_a_pickle_comes_back_with_the_rewritten_code(
     make: Callable[[], Flash], again: Callable[[nn.Module], nn.Module]
 ) -> None:
