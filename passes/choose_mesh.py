@@ -160,20 +160,17 @@ class ChooseMesh:
     def _way(self, asked: Asked, prices: Prices) -> tuple[Asked, Price]:
         """Return the simplest way to train on a mesh that fits, and its price; the smallest where none does.
 
-        More checkpointing computes more: it is tried last. The sequence is cut where that is faster, or what fits.
+        Cutting the sequence sends no more and keeps less: it is tried before more checkpointing, which computes more.
+        Where the whole sequence fits it stays whole, though a step may be slower: a cut one takes no other lengths than
+        multiples of tp.
         """
         tried: list[tuple[Asked, Price]] = []
         for checkpointing in CHECKPOINTING if self.checkpointing is None else (self.checkpointing,):
-            ways = [
-                replace(asked, checkpointing=checkpointing, reshard=self.reshard is not False, sequence=sequence)
-                for sequence in self._sequences(asked.mesh)
-            ]
-            tried += (priced := [(way, prices.price(way)) for way in ways])
-            fitting = [one for one in priced if one[1].peak <= self.budget]
-            if fitting:
-                fastest = min(price.step for _, price in fitting)
-                way, price = next(one for one in fitting if one[1].step * (1 - TIE) <= fastest)
-                return self._held(way, price, prices)
+            for sequence in self._sequences(asked.mesh):
+                way = replace(asked, checkpointing=checkpointing, reshard=self.reshard is not False, sequence=sequence)
+                tried.append((way, prices.price(way)))
+                if tried[-1][1].peak <= self.budget:
+                    return self._held(*tried[-1], prices)
         return min(tried, key=lambda one: one[1].peak)
 
     def _held(self, way: Asked, freed: Price, prices: Prices) -> tuple[Asked, Price]:
