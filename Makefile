@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint type unit golden zoo parity meshes collectives clean
+.PHONY: demo test lint type unit long golden zoo parity meshes collectives clean
 
 demo: $(VENV)/stamp
 	$(BIN)/python examples/demo.py
@@ -18,7 +18,11 @@ type: $(VENV)/stamp
 	$(BIN)/mypy
 
 unit: $(VENV)/stamp
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "not long"
+
+# further rows of the tables whose first ones `make test` runs: more meshes, models, optimizers
+long: $(VENV)/stamp
+	$(BIN)/pytest -n 2 --dist loadfile -m long
 
 # rewrite the texts in tests/golden, to be reviewed as a diff
 golden: $(VENV)/stamp

@@ -35,6 +35,7 @@ def _work(rank: int, world: int, meeting: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    gc.freeze()
     while True:
         try:
             job = pipe.recv_bytes()
@@ -60,6 +61,7 @@ def _tidy() -> None:
     gc.collect()
     for group in [g for g in c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    gc.freeze()  # what is left are modules that the job imported: the collector need not go through them each time
 
 
 def _answer(job: bytes) -> tuple[bool, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hand_meanings import differences
 from models import hf
+from rows import few
 
 from autoshard.api import plan as make_plan
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("kind", few(["Llama", "Qwen3", "Gemma2", "Mistral"], 3))
 @pytest.mark.parametrize("tied", [False, True])
 def test_inferred_cut_is_what_the_hand_plan_means(kind: str, tied: bool) -> None:
     model = hf(kind, tie_word_embeddings=tied)

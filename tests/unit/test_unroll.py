@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, Decoder, hf
+from rows import few
 from torch import Tensor, nn
 
 from autoshard.api import plan as make_plan
@@ -69,7 +70,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, ["two kinds", "llama", "other numbers"]))
 def test_the_plan_is_that_of_the_whole_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name][0]()
     given: Any = {"input_ids": IDS[0]} if hasattr(model, "config") else IDS

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import verify_models
 import verify_workers
 from models import Decoder, build, hf
+from rows import few
 from torch import nn
 
 import autoshard
@@ -238,7 +239,7 @@ def test_works_in_a_session_without_a_file_on_classes_that_nobody_can_import() -
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", few([1, 2], 1))
 def test_works_beside_a_live_group_which_works_afterwards(gloo: Any, world: int) -> None:
     for found in gloo(world).run(verify_workers.verify_beside_a_live_group):
         assert found.pop("proofs") == [True, True]
