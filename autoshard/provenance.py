@@ -172,7 +172,11 @@ class Tracker:
     sites: Sites | None = None
 
     def prepare(self, twin: nn.Module) -> None:
-        """Replace every integer attribute of every module of the twin, and of the plain objects that it holds."""
+        """Replace every integer attribute of every module of the twin, and of the plain objects that it holds.
+
+        Forgets what an earlier twin's forward did: marks are numbers, and those of another graph mean other values.
+        """
+        self.noted, self.names = Noted(), {}
         self.sites = Sites(twin)
         for fqn, module in twin.named_modules():
             for name, value in list(vars(module).items()):

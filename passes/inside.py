@@ -123,6 +123,7 @@ class _Tracker:
     sites: Sites | None = None
 
     def prepare(self, twin: nn.Module) -> None:
+        self.noted, self.names = [], {}  # a mark of an earlier twin's graph means another value
         self.sites = Sites(twin)
 
     def mode(self) -> TorchFunctionMode:

@@ -24,6 +24,7 @@ from autoshard.observed import fakes, observe
 from autoshard.outputs import answer, states, tensors
 from autoshard.passes.opaque import Opaque
 from autoshard.passes.spare import templates, uncalled
+from autoshard.passes.unreached import unreached
 from autoshard.passes.unroll import NotAlike, find_repeats, unroll
 from autoshard.quiet import quiet
 from autoshard.twin import Twin, make_twin
@@ -64,6 +65,11 @@ class Trace:
             InputsNotFound: no inputs were given and none could be made.
             TraceError: the forward does not run, or what an earlier trace could follow cannot be followed any more.
         """
+        traced = self._run(model)
+        missed = unreached(model, traced) if self._may_grow else None
+        return replace(traced, warnings=(*traced.warnings, missed)) if missed else traced
+
+    def _run(self, model: nn.Module) -> Traced:
         trace = self
         repeats = () if self.whole else find_repeats(model, containers_of(model))
         if repeats and not self.joined:
@@ -139,7 +145,7 @@ class Follower(Protocol):
     names: Mapping[int, str]
 
     def prepare(self, twin: nn.Module) -> None:
-        """See the twin before it runs; may change it."""
+        """See the twin before it runs, and forget what an earlier one did; may change it."""
 
     def mode(self) -> AbstractContextManager[Any]:
         """Return the mode to run the forward in."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.ir import Call, Op, Output, Ref, Source, Traced
+from autoshard.passes.counted import loops_by_number, tested_attributes
 
 
 class NotAlike(Exception):
@@ -45,9 +46,13 @@ def find_repeats(model: nn.Module, containers: tuple[tuple[str, ...], ...]) -> t
     """Return the lists of blocks that are longer than the second of each kind.
 
     Two blocks are of one kind if their classes, their parameters' shapes and every plain attribute of every module in
-    them agree; an attribute that holds the block's own number may differ.
+    them agree; an attribute that holds the block's own number may differ, if no code decides by it. Where a loop
+    decides by the number of a block, all are traced.
     """
     found = []
+    within = {id(m) for names in containers for name in names for m in model.get_submodule(name).modules()}
+    if any(loops_by_number(type(module)) for module in model.modules() if id(module) not in within):
+        return ()
     for children in containers:
         if not isinstance(model.get_submodule(children[0].rpartition(".")[0]), nn.ModuleList):
             continue
@@ -65,14 +70,19 @@ def find_repeats(model: nn.Module, containers: tuple[tuple[str, ...], ...]) -> t
 
 
 def _counters(blocks: list[nn.Module]) -> set[tuple[str, str]]:
-    """Return the attributes, as (module, name), that hold the block's own number in every block."""
+    """Return the attributes, as (module, name), that hold the block's own number in every block and decide nothing."""
     found: dict[tuple[str, str], bool] = {}
     for index, block in enumerate(blocks):
         for name, module in block.named_modules():
             for key, value in vars(module).items():
                 if type(value) is int:
                     found[name, key] = found.get((name, key), True) and value == index
-    return {place for place, counts in found.items() if counts}
+    return {(name, key) for (name, key), counts in found.items() if counts and not _decides(blocks[0], name, key)}
+
+
+def _decides(block: nn.Module, name: str, key: str) -> bool:
+    """Whether code of a module in a block decides by one of its numbers."""
+    return key in tested_attributes(type(block.get_submodule(name)))
 
 
 def _kind(block: nn.Module, counters: set[tuple[str, str]]) -> tuple[Any, ...]:

@@ -47,8 +47,12 @@ class Whys:
 
     def _cut(self, fqn: str, cut: Cut) -> str:
         others = [f for f in cut.divisions if f != fqn]
-        if self.placed.chosen.divisions[fqn].mixed:
-            return "held whole, as every rank needs some of it; each reads its share of the rest"
+        division = self.placed.chosen.divisions[fqn]
+        if division.mixed:
+            size = sum(length for _, length, _ in division.pieces)
+            needed = sum(length for _, length, ways in division.pieces if ways != division.degree)
+            some = f"{needed} of the {size} indices of dim {division.dim}"
+            return f"held whole, as more than one rank needs {some}; each reads its part"
         if fqn in self.looked_up:
             return "rows are looked up where they live; the parts are summed"
         if cut.ends & self.placed.logits:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from autoshard.errors import TraceError
 
 Shape = tuple[int, ...]
+
+#: Where a module keeps what is registered with it.
+_REGISTERED = frozenset(["_parameters", "_buffers", "_modules"])
 
 #: Gives the tensor that takes another one's place, in the shape (elements) it shall have.
 Fill = Callable[[Tensor, Shape], Tensor]
@@ -27,7 +31,7 @@ def replicate(
     Args:
         model: on any device; left as it is.
         fill: gives the value of a parameter.
-        fill_buffer: gives the value of a buffer, and of a tensor that a module holds as a plain attribute.
+        fill_buffer: gives the value of a buffer, and of a tensor that no module of the model has registered.
         shapes: shapes by first name of parameter or buffer, where they differ from the model's.
         dropped: names of modules that the copy shall not have; each is a child of a container.
 
@@ -43,10 +47,11 @@ def replicate(
     for fqn, buffer in model.named_buffers():
         if not below(fqn, dropped):
             memo[id(buffer)] = fill_buffer(buffer, shapes.get(fqn, tuple(buffer.shape)))
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor):
-                memo.setdefault(id(value), fill_buffer(value, tuple(value.shape)))
+    for tensor in _unregistered(model):
+        if id(tensor) not in memo:
+            filled = fill_buffer(tensor, tuple(tensor.shape))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(filled, tensor.requires_grad) if is_parameter else filled
     try:
         made: nn.Module = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
@@ -56,6 +61,21 @@ def replicate(
         del made.get_submodule(container)._modules[key]
     _follow(made, shapes)
     return made
+
+
+def _unregistered(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules hold as plain attributes: alone, in sequences and dicts, in modules in those."""
+    modules = list(model.modules())
+    seen = {id(module) for module in modules}
+    pending: list[Any] = [v for m in modules for name, v in vars(m).items() if name not in _REGISTERED]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple, dict, nn.Module)) and id(value) not in seen:
+            seen.add(id(value))
+            inner = vars(value) if isinstance(value, nn.Module) else value
+            pending.extend(inner.values() if isinstance(inner, dict) else inner)
 
 
 def below(fqn: str, modules: Collection[str]) -> bool:

@@ -111,6 +111,7 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
     q, k, o = (plan.parameters[f"blocks.0.attention.{n}.weight"] for n in "qko")
     assert (q.tp_dim, o.tp_dim) == (0, 1)
     assert (k.read, k.slices) == ("slice", ((0, 16, 2),))
+    assert k.why == "held whole, as more than one rank needs 16 of the 16 indices of dim 0; each reads its part"
     assert k.grad_sum is not None
     assert verify(model, plan, example_inputs=IDS).ok
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.executor.settings import set_attributes
+from autoshard.passes.trace import Trace
 from autoshard.plans import Plan
+from autoshard.provenance import Tracker
 
 X = (torch.randn(2, 7, 32),)
 
@@ -222,6 +224,30 @@ class Deep(nn.Module):
 def test_blocks_that_were_not_traced_are_set_alike() -> None:
     plan = autoshard.plan(Deep(5), world=2, tp=2, example_inputs=X)
     assert plan.modules["blocks.{0-4}"].attributes == {"heads": 2}
+
+
+class Between(Deep):
+    """Counts its blocks, so that all are traced again; the first trace has other blocks in the third one's place."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.more = nn.ModuleList(Sized("plain") for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x) * (1 + i)
+        for block in self.more:
+            x = block(F.relu(x))
+        return x
+
+
+def test_sizes_of_a_trace_that_was_given_up_are_forgotten() -> None:
+    twice, once = Tracker(), Tracker()
+    Trace(X, tracker=twice).run(Between())
+    Trace(X, tracker=once, whole=True).run(Between())
+    uses = [[(use.expression, use.mark, use.dim) for use in one.noted.sizes] for one in (twice, once)]
+    assert uses[0] == uses[1]
+    assert uses[0]
 
 
 def test_a_plan_that_sets_an_unknown_attribute_is_refused() -> None:

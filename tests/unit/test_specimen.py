@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import Decoder, hf
-from torch import nn
+from torch import Tensor, nn
 from verify_models import Block, Everything, Mixture, Mlp, Stack
 
 import autoshard
@@ -26,6 +26,19 @@ def on_meta(make: Any) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = make()
     return model
+
+
+class Loose(nn.Module):
+    """Holds a module and a tensor where no module registers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.loose: list[Any] = [nn.Linear(8, 8), {"scale": torch.ones(8)}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        linear, held = self.loose
+        return self.down(self.up(linear(x) * held["scale"]).relu())  # type: ignore[no-any-return]
 
 
 # values
@@ -66,6 +79,20 @@ def test_plain_tensor_attributes_are_copied_in_float64() -> None:
     model = Mlp()
     model.scale = torch.ones(3)
     assert specimen_of(model).model.scale.dtype == torch.float64
+
+
+def test_what_no_module_has_registered_is_copied_in_float64() -> None:
+    model = Loose()
+    copied = specimen_of(model).model
+    assert isinstance(copied, Loose)
+    linear, held = copied.loose
+    assert held["scale"].dtype == torch.float64
+    assert isinstance(linear.weight, nn.Parameter)
+    assert torch.equal(linear.weight, model.loose[0].weight.double())
+    assert linear.bias.requires_grad
+    assert model.loose[0].weight.dtype == torch.float32
+    given = (torch.randn(2, 3, 8),)
+    assert autoshard.verify(model, autoshard.plan(model, world=2, tp=2, example_inputs=given), example_inputs=given).ok
 
 
 def test_the_same_seed_gives_the_same_values() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autoshard.api import plan as make_plan
 from autoshard.passes import trace as tracing
+from autoshard.passes.counted import loops_by_number, tested_attributes
 from autoshard.passes.trace import Trace
 from autoshard.passes.unroll import find_repeats
 
@@ -49,6 +50,33 @@ class Scaled(Decoder):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Pooled(Decoder):
+    """The loop does more at a number that is none of the first."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for i, block in enumerate(self.blocks):
+            x = self.step(i, block, x)
+            if i == 4:
+                x = x + x.mean(1, keepdim=True)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def step(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)  # type: ignore[no-any-return]
+
+
+class Numbered(nn.Module):
+    """A block that does more if its own number is none of the first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.inner = number, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.inner(x)
+        return x.flip(1) if self.number is not None and self.number == 4 else x
+
+
 class Deepened(Decoder):
     """Blocks differ in a number that their code uses."""
 
@@ -67,6 +95,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "counted loop": (lambda: Indexed(layers=6), False),
     "work between": (lambda: Scaled(layers=6), False),
     "other numbers": (lambda: Deepened(6), False),
+    "more at a number": (lambda: Pooled(layers=6), False),
 }
 
 
@@ -104,3 +133,13 @@ def test_blocks_with_their_own_number_are_of_one_kind() -> None:
     (found,) = find_repeats(model, (children,))
     assert found.kinds == (0, 1, 0, 1, 0, 1, 0, 1, 0)
     assert found.kept == 4
+
+
+def test_blocks_that_decide_by_their_number_are_of_different_kinds() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Numbered(i) for i in range(6))
+    children = tuple(f"blocks.{i}" for i in range(6))
+    assert find_repeats(model, (children,)) == ()
+    assert tested_attributes(Numbered) == {"number"}
+    assert loops_by_number(Pooled)
+    assert not loops_by_number(Scaled)

@@ -1,0 +1,93 @@
+"""Code that asks for the number of a block: what it does for one it may not do for another.
+
+Blocks that are not traced are taken to repeat those that are. A loop over them that does something more at number 5,
+or a block that does so by a number that it holds, would be seen only where block 5 is traced.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType
+
+import torch
+from torch import nn
+
+from autoshard.rewrite.functions import innermost
+from autoshard.rewrite.source import definition
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_BRANCHES = (ast.If, ast.IfExp, ast.While)
+
+
+@lru_cache(maxsize=256)
+def loops_by_number(kind: type[nn.Module]) -> bool:
+    """Whether a method of a class has a loop with a branch whose test reads the loop's number."""
+    loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
+    return any(_asks(loop, numbers) for loop in loops if (numbers := _numbers(loop)))
+
+
+@lru_cache(maxsize=256)
+def tested_attributes(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of attributes of ``self`` that tests in the methods of a class read, but for ``is None``."""
+    tests = (node.test for body in _methods(kind) for node in ast.walk(body) if isinstance(node, _BRANCHES))
+    return frozenset(
+        node.attr
+        for test in tests
+        for part in _parts(test)
+        for node in ast.walk(part)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    )
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[ast.FunctionDef]:
+    """Yield the definitions of the user's ``forward`` and of the methods that it leads to."""
+    pending, seen = ["forward"], {"forward"}
+    while pending:
+        name = pending.pop()
+        for value in [vars(one)[name] for one in kind.__mro__ if name in vars(one)]:
+            function = innermost(value)
+            if function is None or function.__code__.co_filename.startswith(_TORCH):
+                continue
+            found = definition(function.__code__)
+            if found is None:
+                continue
+            yield found
+            named = {node.attr for node in ast.walk(found) if isinstance(node, ast.Attribute)} - seen
+            seen |= named
+            pending += [one for one in sorted(named) if isinstance(getattr(kind, one, None), FunctionType)]
+
+
+def _numbers(loop: ast.For | ast.While) -> set[str]:
+    """Return the names that count a loop: by ``enumerate`` or ``range``, or added to in it."""
+    found = {
+        node.target.id
+        for node in ast.walk(loop)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    }
+    if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name):
+        first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
+        if loop.iter.func.id in ("enumerate", "range") and isinstance(first, ast.Name):
+            found.add(first.id)
+    return found
+
+
+def _asks(loop: ast.For | ast.While, numbers: set[str]) -> bool:
+    """Whether a branch in the loop reads one of its numbers."""
+    tests = (node.test for body in loop.body for node in ast.walk(body) if isinstance(node, _BRANCHES))
+    parts = (part for test in tests for part in _parts(test))
+    return any(isinstance(node, ast.Name) and node.id in numbers for part in parts for node in ast.walk(part))
+
+
+def _parts(test: ast.expr) -> Iterator[ast.expr]:
+    """Yield the parts of a test that ``and``, ``or`` and ``not`` join, without those that only ask for None."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _parts(value)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _parts(test.operand)
+    elif not (isinstance(test, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops)):
+        yield test
