@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,14 +25,14 @@ _BRANCHES = (ast.If, ast.IfExp, ast.While)
 
 
 @lru_cache(maxsize=256)
-def loops_by_number(kind: type[nn.Module]) -> bool:
+def loops_by_number(kind: Any) -> bool:
     """Whether a method of a class has a loop with a branch whose test reads the loop's number."""
     loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
     return any(_asks(loop, numbers) for loop in loops if (numbers := _numbers(loop)))
 
 
 @lru_cache(maxsize=256)
-def tested_attributes(kind: type[nn.Module]) -> frozenset[str]:
+def tested_attributes(kind: Any) -> frozenset[str]:
     """Return the names of attributes of ``self`` that tests in the methods of a class read, but for ``is None``."""
     tests = (node.test for body in _methods(kind) for node in ast.walk(body) if isinstance(node, _BRANCHES))
     return frozenset(

@@ -189,7 +189,9 @@ def gather_slices(value: Tensor, size: int, dim: int, group: dist.ProcessGroup) 
     dist.all_gather_single(stacked, value, group=group)
     if dim == 0:
         return stacked
-    return torch.unflatten(stacked, 0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    joined = torch.unflatten(stacked, 0, (size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+    # behind dims of one element nothing had to move: joined is a view, which autograd lets nobody write into
+    return joined.clone() if value.shape[:dim].numel() == 1 else joined
 
 
 class _Enter(torch.autograd.Function):
