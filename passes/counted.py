@@ -21,19 +21,30 @@ from autoshard.rewrite.functions import innermost
 from autoshard.rewrite.source import definition
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+
 _BRANCHES = (ast.If, ast.IfExp, ast.While)
 
 
-@lru_cache(maxsize=256)
-def loops_by_number(kind: Any) -> bool:
-    """Whether a method of a class has a loop with a branch whose test reads the loop's number."""
+def loops_by_number(module: nn.Module) -> bool:
+    """Whether code of a module has a loop with a branch whose test reads the loop's number."""
+    kind: Any = type(module)  # its hash is that of any class, which mypy takes for the module's own
+    return _loops_by_number(kind)
+
+
+def tested_attributes(module: nn.Module) -> frozenset[str]:
+    """Return the names of attributes of ``self`` that tests in a module's code read, but for ``is None``."""
+    kind: Any = type(module)
+    return _tested_attributes(kind)
+
+
+@lru_cache(maxsize=512)
+def _loops_by_number(kind: Any) -> bool:
     loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
     return any(_asks(loop, numbers) for loop in loops if (numbers := _numbers(loop)))
 
 
-@lru_cache(maxsize=256)
-def tested_attributes(kind: Any) -> frozenset[str]:
-    """Return the names of attributes of ``self`` that tests in the methods of a class read, but for ``is None``."""
+@lru_cache(maxsize=512)
+def _tested_attributes(kind: Any) -> frozenset[str]:
     tests = (node.test for body in _methods(kind) for node in ast.walk(body) if isinstance(node, _BRANCHES))
     return frozenset(
         node.attr

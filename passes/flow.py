@@ -27,6 +27,7 @@ class Flow:
         first_rank: biases that are added to a partial sum.
         origins: the ops whose sums a partial sum is made of, by value.
         alike: the ops that one instruction made, in code that was followed with made-up values.
+        made: the states that ops left values in which were made whole behind them.
     """
 
     def __init__(self, chosen: Chosen) -> None:
@@ -48,6 +49,7 @@ class Flow:
         self.users = chosen.index.users
         self.parameter_of: dict[str, str] = {s.name: s.fqn for s in self.traced.sources if s.kind == "parameter"}
         self.states: dict[str, State] = {}
+        self.made: dict[str, State] = {}
         self.trainable: dict[str, bool] = {}
         self.weights: set[str] = set()
         self.edges: dict[str, list[Op]] = defaultdict(list)
@@ -306,11 +308,16 @@ def agree_over_sites(flow: Flow) -> None:
         Refused: one does not.
     """
     for first, *others in flow.alike.values():
-        known = [_seen(flow, name) for name in (*first.refs(), first.name)]
+        known = _around(flow, first)
         for op in others:
-            if [_seen(flow, name) for name in (*op.refs(), op.name)] != known:
+            if _around(flow, op) != known:
                 values = [one.name for one in flow.traced.ops if one.calls[-1:] == op.calls[-1:]]
                 raise Refused(op, "its code works on whole and on cut values, as other values decide", values)
+
+
+def _around(flow: Flow, op: Op) -> list[State]:
+    """Return the states that an op finds its operands in, and the one that it leaves its result in."""
+    return [*(_seen(flow, name) for name in op.refs()), flow.made.get(op.name) or _seen(flow, op.name)]
 
 
 def _seen(flow: Flow, name: str) -> State:

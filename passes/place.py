@@ -87,7 +87,10 @@ def _walk(flow: Flow, boundaries: Boundaries) -> dict[str, str]:
     flow.start()
     for op in flow.traced.ops:
         flow.step(op)
+        made = flow.states[op.name]
         boundaries.leave(op)
+        if flow.states[op.name] is not made:
+            flow.made[op.name] = made
     for output in flow.traced.outputs:
         if flow.states[output.value] is not State.R and not output.state:
             op = flow.ops[output.value]

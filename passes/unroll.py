@@ -51,7 +51,7 @@ def find_repeats(model: nn.Module, containers: tuple[tuple[str, ...], ...]) -> t
     """
     found = []
     within = {id(m) for names in containers for name in names for m in model.get_submodule(name).modules()}
-    if any(loops_by_number(type(module)) for module in model.modules() if id(module) not in within):
+    if any(loops_by_number(module) for module in model.modules() if id(module) not in within):
         return ()
     for children in containers:
         if not isinstance(model.get_submodule(children[0].rpartition(".")[0]), nn.ModuleList):
@@ -82,7 +82,7 @@ def _counters(blocks: list[nn.Module]) -> set[tuple[str, str]]:
 
 def _decides(block: nn.Module, name: str, key: str) -> bool:
     """Whether code of a module in a block decides by one of its numbers."""
-    return key in tested_attributes(type(block.get_submodule(name)))
+    return key in tested_attributes(block.get_submodule(name))
 
 
 def _kind(block: nn.Module, counters: set[tuple[str, str]]) -> tuple[Any, ...]:

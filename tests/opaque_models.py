@@ -80,6 +80,14 @@ class PlainStackedExperts(StackedExperts):
         return out
 
 
+class BareExperts(PlainStackedExperts):
+    """What the loop adds to is returned as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(self.chosen, dim=-1)
+        return self.mixed(x, weights, index)
+
+
 class BranchingExperts(PlainStackedExperts):
     """Which of two ways the rows of an expert go depends on their values."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from opaque_models import (
     WIDTH,
+    BareExperts,
     BranchingExperts,
     FlatExperts,
     HitExperts,
@@ -51,6 +52,14 @@ def test_each_expert_of_a_stack_is_cut_and_the_sum_comes_last(tp: int) -> None:
     assert any("made-up ones: the model" in text for text in made.assumptions)
     assert not any("cannot be traced" in text for text in made.warnings)
     assert autoshard.verify(model, made, example_inputs=X).ok
+
+
+def test_the_sum_may_be_what_the_loop_added_to() -> None:
+    model, rows = built(BareExperts), (X[0].flatten(0, 1),)
+    made = planned(model, rows)
+    assert cuts(made, "up", "down") == [1, 2]
+    assert made.modules[""].outputs == {"": "P->R"}
+    assert autoshard.verify(model, made, example_inputs=rows).ok
 
 
 def test_what_passes_an_expert_by_is_whole_so_the_sum_comes_first() -> None:

@@ -140,6 +140,6 @@ def test_blocks_that_decide_by_their_number_are_of_different_kinds() -> None:
     model.blocks = nn.ModuleList(Numbered(i) for i in range(6))
     children = tuple(f"blocks.{i}" for i in range(6))
     assert find_repeats(model, (children,)) == ()
-    assert tested_attributes(Numbered) == {"number"}
-    assert loops_by_number(Pooled)
-    assert not loops_by_number(Scaled)
+    assert tested_attributes(Numbered(0)) == {"number"}
+    assert loops_by_number(Pooled())
+    assert not loops_by_number(Scaled())
