@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import autoshard
 from autoshard.plans import Plan
 
-BATCH, LENGTH, VOCABULARY, HEAD_DIM, LAYERS = 2, 64, 2048, 32, 4
+BATCH, LENGTH, VOCABULARY, HEAD_DIM, LAYERS = 2, 64, 2048, 16, 4
 #: hidden widths of the models
 WIDTHS = (256, 384, 512, 768, 1024)
 

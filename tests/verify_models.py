@@ -137,3 +137,15 @@ class FailsOnRanks(Mlp):
         if "AUTOSHARD_TEST_FAILS" in os.environ and torch.distributed.is_initialized():
             raise ValueError("no luck on a rank")
         return super().forward(x)
+
+
+class Stem(nn.Module):
+    """A convolution and its batch norm, then tokens: the gradient comes back with its channels last."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, groups=channels)
+        self.norm, self.up, self.out = nn.BatchNorm2d(channels), nn.Linear(channels, channels), nn.LayerNorm(channels)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.out(self.up(self.norm(self.conv(image)).flatten(2).transpose(1, 2)))  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 _LOWER = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
 _GROUPED = frozenset({torch._grouped_mm, torch.nn.functional.grouped_mm})
+_BATCH_NORMS = frozenset({torch.batch_norm, torch.nn.functional.batch_norm})
 
 
 class Double(TorchFunctionMode):
@@ -46,7 +47,11 @@ class Double(TorchFunctionMode):
         kwargs = {name: _raised(value) for name, value in (kwargs or {}).items()}
         if function in _GROUPED and args[0].dtype == torch.float64:
             return grouped_mm(*args, **kwargs)
-        return function(*(_raised(value) for value in args), **kwargs)
+        result = function(*(_raised(value) for value in args), **kwargs)
+        if function in _BATCH_NORMS and result.requires_grad:
+            # torch 2.13.0 on CPU misreads the gradient of a single sample that lies channels last
+            result.register_hook(Tensor.contiguous)
+        return result
 
 
 def _raised(value: Any) -> Any:

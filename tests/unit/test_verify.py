@@ -298,3 +298,10 @@ def test_half_precision_is_proved_in_double() -> None:
     proof = autoshard.verify(model, autoshard.plan(model, world=2, tp=2))
     assert proof.ok, str(proof)
     assert proof.tolerance == 1e-9
+
+
+def test_one_image_through_a_batch_norm_is_compared_with_the_right_gradient() -> None:
+    model, image = verify_models.Stem(), (torch.randn(1, 8, 4, 4),)
+    plan = autoshard.plan(model, world=2, tp=2, example_inputs=image)
+    assert plan.parameters["up.weight"].tp_dim == 0
+    assert autoshard.verify(model, plan, example_inputs=image).ok
