@@ -181,8 +181,9 @@ def _settle(
     tp = choice.mesh.tp
     before = clock.run("cut and place", lambda: solver.place(tp), _count_cuts)
     placed = clock.run("localise", lambda: solver.localise(model, tp, given), _count_cuts)
-    if placed.chosen.divisions.keys() != before.chosen.divisions.keys() or not choice.sequence_parallel:
-        return placed, placed.chosen.divisions.keys() == before.chosen.divisions.keys()
+    as_priced = placed.chosen.divisions.keys() == before.chosen.divisions.keys()
+    if not as_priced or not choice.sequence_parallel:
+        return placed, as_priced
     return clock.run("sequence", lambda: Sequence(drawing()).run(model, placed), _count_stretches), True
 
 
