@@ -31,10 +31,10 @@ def loops_by_number(module: nn.Module) -> bool:
     return _loops_by_number(kind)
 
 
-def tested_attributes(module: nn.Module) -> frozenset[str]:
+def attributes_in_branches(module: nn.Module) -> frozenset[str]:
     """Return the names of attributes of ``self`` that tests in a module's code read, but for ``is None``."""
     kind: Any = type(module)
-    return _tested_attributes(kind)
+    return _attributes_in_branches(kind)
 
 
 @lru_cache(maxsize=512)
@@ -44,7 +44,7 @@ def _loops_by_number(kind: Any) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _tested_attributes(kind: Any) -> frozenset[str]:
+def _attributes_in_branches(kind: Any) -> frozenset[str]:
     tests = (node.test for body in _methods(kind) for node in ast.walk(body) if isinstance(node, _BRANCHES))
     return frozenset(
         node.attr

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.ir import Call, Op, Output, Ref, Source, Traced
-from autoshard.passes.counted import loops_by_number, tested_attributes
+from autoshard.passes.counted import attributes_in_branches, loops_by_number
 
 
 class NotAlike(Exception):
@@ -74,15 +74,11 @@ def _counters(blocks: list[nn.Module]) -> set[tuple[str, str]]:
     found: dict[tuple[str, str], bool] = {}
     for index, block in enumerate(blocks):
         for name, module in block.named_modules():
+            decisive = attributes_in_branches(module)
             for key, value in vars(module).items():
                 if type(value) is int:
-                    found[name, key] = found.get((name, key), True) and value == index
-    return {(name, key) for (name, key), counts in found.items() if counts and not _decides(blocks[0], name, key)}
-
-
-def _decides(block: nn.Module, name: str, key: str) -> bool:
-    """Whether code of a module in a block decides by one of its numbers."""
-    return key in tested_attributes(block.get_submodule(name))
+                    found[name, key] = found.get((name, key), True) and value == index and key not in decisive
+    return {place for place, counts in found.items() if counts}
 
 
 def _kind(block: nn.Module, counters: set[tuple[str, str]]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoshard.api import plan as make_plan
 from autoshard.passes import trace as tracing
-from autoshard.passes.counted import loops_by_number, tested_attributes
+from autoshard.passes.counted import attributes_in_branches, loops_by_number
 from autoshard.passes.trace import Trace
 from autoshard.passes.unroll import find_repeats
 
@@ -140,6 +140,6 @@ def test_blocks_that_decide_by_their_number_are_of_different_kinds() -> None:
     model.blocks = nn.ModuleList(Numbered(i) for i in range(6))
     children = tuple(f"blocks.{i}" for i in range(6))
     assert find_repeats(model, (children,)) == ()
-    assert tested_attributes(Numbered(0)) == {"number"}
+    assert attributes_in_branches(Numbered(0)) == {"number"}
     assert loops_by_number(Pooled())
     assert not loops_by_number(Scaled())
