@@ -59,7 +59,7 @@ class Boundaries:
                 self._look_up(op)
         else:
             return
-        if op.name in self.exits and self._convert_inside(op, op.name, kind, why):
+        if op.name in self.exits and (self._leave_into(op) or self._convert_inside(op, op.name, kind, why)):
             flow.states[op.name] = State.R
             return
         for call, path in self._returned_by(op):
@@ -101,18 +101,25 @@ class Boundaries:
 
     def _leave_into(self, op: Op) -> bool:
         """Reduce a partial sum where it enters the one module call that uses it, if a reduction is due there."""
+        found = self.only_taker(op)
+        if found is None:
+            return False
+        if op.name not in self.exits and all(user.target in HOMOGENEOUS for user in self.flow.users[op.name]):
+            return False  # it may pass through, and be reduced later
+        self._convert(found[0], "inputs", found[1], "P->R", op.name, "each rank has a part of the sum")
+        self.flow.states[op.name] = State.R
+        return True
+
+    def only_taker(self, op: Op) -> tuple[Call, str] | None:
+        """Return the module call, and its argument, through which alone the result of ``op`` is used."""
         flow = self.flow
         users = flow.users[op.name]
         for call in flow.takers[op.name]:
             paths = [path for path, value in call.inputs.items() if value == op.name]
             once = flow.times_called[call.fqn] == len(paths) == 1
             if once and call.id not in op.calls and all(call.id in user.calls for user in users):
-                if all(user.target in HOMOGENEOUS for user in users):
-                    return False  # it may pass through, and be reduced later
-                self._convert(call, "inputs", paths[0], "P->R", op.name, "each rank has a part of the sum")
-                flow.states[op.name] = State.R
-                return True
-        return False
+                return call, paths[0]
+        return None
 
     def _look_up(self, op: Op) -> None:
         flow = self.flow

@@ -44,7 +44,7 @@ class Place:
                 if texts is None and self.texts is not None and (refusal.inside or refusal.sums):
                     texts = self.texts()
                     continue
-                more = _exits(flow, texts, refusal.sums) - exits
+                more = _exits(boundaries, refusal.sums) - exits
                 if more:
                     exits |= more
                     continue
@@ -62,12 +62,13 @@ class Place:
             )
 
 
-def _exits(flow: Flow, texts: Inside | None, sums: frozenset[str]) -> frozenset[str]:
-    """Return the sums that can be reduced where they are made: not those of a row-cut table."""
+def _exits(boundaries: Boundaries, sums: frozenset[str]) -> frozenset[str]:
+    """Return the sums that can be reduced where they are made or taken: not those of a row-cut table."""
+    flow, texts = boundaries.flow, boundaries.texts
     if texts is None:
         return frozenset()
-    ops = [flow.ops[name] for name in sums]
-    return frozenset(op.name for op in ops if texts.result(op) is not None and "lookup" not in flow.contracts(op))
+    ops = [flow.ops[name] for name in sums if "lookup" not in flow.contracts(flow.ops[name])]
+    return frozenset(op.name for op in ops if boundaries.only_taker(op) or texts.result(op) is not None)
 
 
 def _rewrites(conversions: Iterable[Conversion]) -> dict[str, tuple[CallRewrite, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -107,6 +108,37 @@ class Unlike(nn.Module):
         return self.then(F.linear(F.relu(self.up(x)), self.down))
 
 
+class ScaledNorm(nn.Module):
+    """Scales before it norms: a partial sum would pass through the first, not through the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def kernel(module: Registered, x: Tensor) -> Tensor:
+    return module.norm(F.linear(F.relu(F.linear(x, module.up)), module.down))  # type: ignore[no-any-return]
+
+
+class Registered(nn.Module):
+    """Its code is a function out of a table: no copy of it can be the module's own, so nothing converts in it."""
+
+    table: ClassVar = {"plain": kernel}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(48, 32) * 0.2), nn.Parameter(torch.randn(32, 48) * 0.2)
+        self.norm = ScaledNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.table["plain"]
+        return chosen(self, x)
+
+
 def onto_written(y: Tensor) -> Tensor:
     out = torch.zeros_like(y)
     out[..., :2] = 1.0
@@ -128,6 +160,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "full norm": lambda: Block(FullNorm()),
     "latent": lambda: Block(Latent()),
     "slopes": lambda: Block(Slopes()),
+    "registered": lambda: Block(Registered()),
     **{name: partial(lambda then: Block(Unlike(then)), then) for name, then in UNLIKE.items()},
 }
 CUT = {
@@ -135,6 +168,7 @@ CUT = {
     "full norm": ("inner.up.weight", "inner.weight", "inner.down.weight"),
     "latent": ("inner.q.weight", "inner.kv_b.weight", "inner.o.weight"),
     "slopes": ("inner.qkv.weight", "inner.o.weight"),
+    "registered": ("inner.up", "inner.down"),
     **dict.fromkeys(UNLIKE, ("inner.up.weight", "inner.down")),
 }
 
@@ -163,6 +197,13 @@ def test_a_conversion_inside_code_is_needed(name: str, kind: str) -> None:
     assert len(left) < len(module.rewrites)
     spoiled = dataclasses.replace(plan, modules={**plan.modules, "inner": dataclasses.replace(module, rewrites=left)})
     assert not verify(model, spoiled, example_inputs=X).ok
+
+
+def test_a_sum_is_reduced_where_a_norm_that_scales_first_takes_it() -> None:
+    model, plan = planned("registered")
+    assert plan.modules["inner.norm"].inputs == {"x": "P->R"}
+    modules = {fqn: module for fqn, module in plan.modules.items() if fqn != "inner.norm"}
+    assert not verify(model, dataclasses.replace(plan, modules=modules), example_inputs=X).ok
 
 
 def test_a_rope_part_enters_with_the_latent() -> None:
