@@ -100,6 +100,7 @@ def test_a_spoiled_plan_fails(gloo: Any) -> None:
     assert max(wrong(errors).values()) > 1e-3
 
 
+@pytest.mark.long  # test_processes.py has it for whole logits
 def test_verify_on_processes() -> None:
     proof = verify_in_processes(make("capped"), planned("capped"), 4)
     assert proof.ok, str(proof)

@@ -84,7 +84,9 @@ def test_training_equals_one_process(results: Results, mesh: str, case: Case) ->
         assert got["same groups"]
 
 
-@pytest.mark.parametrize(("mesh", "case"), [(m, c) for m, (_, cases) in CASES.items() for c in cases], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "case"), few(((m, c) for m, (_, cases) in CASES.items() for c in cases), KEPT), ids=str
+)
 def test_state_is_cut_with_the_parameters(results: Results, mesh: str, case: Case) -> None:
     degrees, _ = CASES[mesh]
     cut = degrees["dp_shard"] * degrees["tp"]
