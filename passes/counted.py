@@ -37,6 +37,40 @@ def attributes_in_branches(module: nn.Module) -> frozenset[str]:
     return _attributes_in_branches(kind)
 
 
+def handed_numbers(module: nn.Module) -> frozenset[int | str]:
+    """Return the places, or names, of the arguments in which code of a module hands a loop's number to what it calls.
+
+    Counted are calls of what the loop runs over, and of items: ``block(x, i)``, ``self.blocks[i](x, number=i)``.
+    """
+    kind: Any = type(module)
+    return _handed_numbers(kind)
+
+
+def decides_by(module: nn.Module, handed: frozenset[int | str]) -> bool:
+    """Whether a module's ``forward`` decides by an argument handed to it, or hands it on, where others may."""
+    kind: Any = type(module)
+    return bool(handed) and _decides_by(kind, handed)
+
+
+@lru_cache(maxsize=512)
+def _handed_numbers(kind: Any) -> frozenset[int | str]:
+    loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
+    return frozenset(place for loop in loops for place in _handed(loop, _numbers(loop)))
+
+
+@lru_cache(maxsize=512)
+def _decides_by(kind: Any, handed: frozenset[int | str]) -> bool:
+    forward = next(_methods(kind), None)
+    if forward is None:
+        return False
+    positional = [one.arg for one in (*forward.args.posonlyargs, *forward.args.args)][1:]
+    names = {place if isinstance(place, str) else next(iter(positional[place : place + 1]), "") for place in handed}
+    tests = [node.test for node in ast.walk(forward) if isinstance(node, _BRANCHES)]
+    parts = [part for test in tests for part in _parts(test)]
+    parts += [one for node in ast.walk(forward) if isinstance(node, ast.Call) for one in _arguments(node).values()]
+    return any(isinstance(node, ast.Name) and node.id in names for part in parts for node in ast.walk(part))
+
+
 @lru_cache(maxsize=512)
 def _loops_by_number(kind: Any) -> bool:
     loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
@@ -78,7 +112,9 @@ def _numbers(loop: ast.For | ast.While) -> set[str]:
     found = {
         node.target.id
         for node in ast.walk(loop)
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node, ast.AugAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Constant)
     }
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name):
         first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
@@ -92,6 +128,26 @@ def _asks(loop: ast.For | ast.While, numbers: set[str]) -> bool:
     tests = (node.test for body in loop.body for node in ast.walk(body) if isinstance(node, _BRANCHES))
     parts = (part for test in tests for part in _parts(test))
     return any(isinstance(node, ast.Name) and node.id in numbers for part in parts for node in ast.walk(part))
+
+
+def _handed(loop: ast.For | ast.While, numbers: set[str]) -> Iterator[int | str]:
+    """Yield the places and names of arguments that are one of the loop's numbers."""
+    for call in (node for body in loop.body for node in ast.walk(body) if isinstance(node, ast.Call)):
+        run = isinstance(call.func, ast.Subscript) or (isinstance(call.func, ast.Name) and call.func.id in _taken(loop))
+        for place, value in _arguments(call).items() if run else ():
+            if isinstance(value, ast.Name) and value.id in numbers:
+                yield place
+
+
+def _taken(loop: ast.For | ast.While) -> set[str]:
+    """Return the names that a loop gives to what it runs over."""
+    target = loop.target if isinstance(loop, ast.For) else ast.Tuple([])
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def _arguments(call: ast.Call) -> dict[int | str, ast.expr]:
+    named = {one.arg: one.value for one in call.keywords if one.arg is not None}
+    return {**dict(enumerate(call.args)), **named}
 
 
 def _parts(test: ast.expr) -> Iterator[ast.expr]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.ir import Call, Op, Output, Ref, Source, Traced
-from autoshard.passes.counted import attributes_in_branches, loops_by_number
+from autoshard.passes.counted import attributes_in_branches, decides_by, handed_numbers, loops_by_number
 
 
 class NotAlike(Exception):
@@ -47,18 +47,22 @@ def find_repeats(model: nn.Module, containers: tuple[tuple[str, ...], ...]) -> t
 
     Two blocks are of one kind if their classes, their parameters' shapes and every plain attribute of every module in
     them agree; an attribute that holds the block's own number may differ, if no code decides by it. Where a loop
-    decides by the number of a block, all are traced.
+    decides by the number of a block, or a block by one that a loop hands to it, all are traced.
     """
     found = []
     within = {id(m) for names in containers for name in names for m in model.get_submodule(name).modules()}
-    if any(loops_by_number(module) for module in model.modules() if id(module) not in within):
+    outside = [module for module in model.modules() if id(module) not in within]
+    if any(loops_by_number(module) for module in outside):
         return ()
+    handed = frozenset(place for module in outside for place in handed_numbers(module))
     for children in containers:
         if not isinstance(model.get_submodule(children[0].rpartition(".")[0]), nn.ModuleList):
             continue
         blocks = [model.get_submodule(child) for child in children]
         if any(isinstance(block, nn.ModuleList) for block in blocks):
             continue  # a list of lists is not called: the lists in it may repeat
+        if any(decides_by(block, handed) for block in blocks):
+            continue
         counters = _counters(blocks)
         numbers: dict[Any, int] = {}
         kinds = tuple(numbers.setdefault(_kind(block, counters), len(numbers)) for block in blocks)

@@ -77,6 +77,43 @@ class Numbered(nn.Module):
         return x.flip(1) if self.number is not None and self.number == 4 else x
 
 
+class Told(nn.Module):
+    """A block that is told its number, and decides by it, hands it on, or only counts with it."""
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.then, self.inner = then, nn.Linear(8, 8)
+
+    def more(self, x: Tensor, number: int) -> Tensor:
+        return x.flip(1) if number == 4 else x
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = x + self.inner(x) * number
+        return self.more(x, number) if self.then == "hands it on" else x
+
+
+class Deciding(Told):
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = x + self.inner(x)
+        return x.flip(1) if number == 4 else x
+
+
+class Counting(Told):
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.inner(x) * number
+
+
+class Telling(nn.Module):
+    def __init__(self, kind: type[Told]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind("hands it on") for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x, number=i)
+        return x
+
+
 class Deepened(Decoder):
     """Blocks differ in a number that their code uses."""
 
@@ -143,3 +180,11 @@ def test_blocks_that_decide_by_their_number_are_of_different_kinds() -> None:
     assert attributes_in_branches(Numbered(0)) == {"number"}
     assert loops_by_number(Pooled())
     assert not loops_by_number(Scaled())
+
+
+@pytest.mark.parametrize(("kind", "repeats"), [(Counting, True), (Deciding, False), (Told, False)])
+def test_blocks_that_decide_by_a_number_they_are_told_are_all_traced(kind: type[Told], repeats: bool) -> None:
+    model = Telling(kind)
+    assert bool(find_repeats(model, (tuple(f"blocks.{i}" for i in range(6)),))) is repeats
+    traced = Trace(given=(torch.zeros(2, 7, 8),)).run(model)
+    assert sum("flip" in op.target for op in traced.ops) == (0 if repeats else 1)
