@@ -146,8 +146,9 @@ def _taken(loop: ast.For | ast.While) -> set[str]:
 
 
 def _arguments(call: ast.Call) -> dict[int | str, ast.expr]:
-    named = {one.arg: one.value for one in call.keywords if one.arg is not None}
-    return {**dict(enumerate(call.args)), **named}
+    found: dict[int | str, ast.expr] = dict(enumerate(call.args))
+    found.update({one.arg: one.value for one in call.keywords if one.arg is not None})
+    return found
 
 
 def _parts(test: ast.expr) -> Iterator[ast.expr]:
