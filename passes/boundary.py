@@ -8,7 +8,6 @@ is converted inside the module's code, at the text of a call or of its argument,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Op, Ref
@@ -16,6 +15,7 @@ from autoshard.passes.flow import Flow
 from autoshard.passes.inside import Inside
 from autoshard.passes.rules import HOMOGENEOUS, SHAPED
 from autoshard.passes.states import Conversion, Refused, State
+from autoshard.passes.ways import Ways
 
 _ANY = 1 << 30
 _PARTIAL = "its gradient is a partial sum on each rank"
@@ -36,7 +36,11 @@ class Boundaries:
     exits: frozenset[str] = frozenset()
     conversions: list[Conversion] = field(default_factory=list)
     lookups: dict[str, str] = field(default_factory=dict)
+    ways: Ways = field(init=False)
     _done: dict[str, int] = field(default_factory=dict)  # edges of a value when its entry was placed: they only grow
+
+    def __post_init__(self) -> None:
+        self.ways = Ways(self.flow)
 
     # ---- where values leave regions
     def leave(self, op: Op) -> None:
@@ -62,7 +66,9 @@ class Boundaries:
         if op.name in self.exits and (self._leave_into(op) or self._convert_inside(op, op.name, kind, why)):
             flow.states[op.name] = State.R
             return
-        for call, path in self._returned_by(op):
+        if kind == "P->R" and self.ways.outward(op):
+            return
+        for call, path in self.ways.returned_by(op):
             if not self._left_to_code(op, call):
                 self._convert(call, "outputs", path, kind, op.name, why)
             elif not self._convert_inside(op, op.name, kind, why):
@@ -92,7 +98,7 @@ class Boundaries:
     def _average(self, op: Op) -> None:
         """Make a mean of the ranks' means right where it is made: it cannot be added to sums."""
         why = "each rank has the mean of its share"
-        found = next(iter(self._returned_by(op)), None)
+        found = next(iter(self.ways.returned_by(op)), None)
         if found is not None:
             self._convert(found[0], "outputs", found[1], "A->R", op.name, why)
         elif not self._convert_inside(op, op.name, "A->R", why):
@@ -131,16 +137,6 @@ class Boundaries:
             raise Refused(op, "the rows of the table are picked in the module's own code, not by its argument")
         if self.lookups.setdefault(call.fqn, path) != path:
             raise Refused(op, "the table is called with its row numbers in different arguments")
-
-    def _returned_by(self, op: Op) -> Iterable[tuple[Call, str]]:
-        """Yield the calls, innermost first, that return a value no op inside them uses."""
-        flow = self.flow
-        for number in reversed(op.calls):
-            call = flow.calls[number]
-            paths = [path for path, value in call.outputs.items() if value == op.name]
-            if paths and not any(number in user.calls for user in flow.users[op.name]):
-                for path in paths:
-                    yield call, path
 
     def _convert(
         self, call: Call, side: str, path: str, kind: str, value: str, why: str, share: str | None = None
@@ -188,6 +184,8 @@ class Boundaries:
             return
         ops = self.flow.edges[value]
         names = {op.name for op in ops}
+        if self._laid_out_from_argument(value, names) and self._grow(value, names, through=1):
+            return
         entries: dict[tuple[int, str], None] = {}
         left: list[Op] = []
         for op in ops:
@@ -213,6 +211,18 @@ class Boundaries:
                     return
                 raise Refused(op, "the region begins inside the module's own code", [value], inside=True)
 
+    def _laid_out_from_argument(self, value: str, names: set[str]) -> bool:
+        """Whether a value used in regions only is an argument of the module whose code gives it another rank."""
+        flow = self.flow
+        made = flow.ops.get(value)
+        if made is None or not made.calls or not self.ways.lays_out(made):
+            return False
+        (given,) = made.refs()
+        ranks = {len(flow.factored.single(name)) for name in (value, given)}
+        inside = [user for user in flow.users[value] if user.target not in SHAPED]
+        taken = given in flow.calls[made.calls[-1]].inputs.values()
+        return taken and len(ranks) == 2 and all(user.name in names for user in inside)
+
     def _entry(self, value: str, op: Op, names: set[str]) -> dict[tuple[int, str], None] | None:
         """Return the outermost call around ``op`` that takes the value and uses it nowhere but in regions."""
         for number in op.calls:
@@ -234,7 +244,7 @@ class Boundaries:
         if made is None or value in flow.returned or joining is None:
             return False
         whole = next((i for i, c in enumerate(self.conversions) if c.value == value and c.kind[-1] == "R"), None)
-        source = next(iter(self._returned_by(made)), None)
+        source = next(iter(self.ways.returned_by(made)), None)
         if whole is None and source is None and not self._may_join(made):
             return False
         inside = {value, *(op.name for op in joining)}

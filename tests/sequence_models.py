@@ -109,6 +109,38 @@ class Shared(PreNorm):
         return x + self.mlp(self.first(x))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """Every expert sees every token of a flat stream, weighed: a sum over experts and their inner width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(4, WIDTH, INNER)), nn.Parameter(torch.zeros(4, INNER, WIDTH))
+
+    def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        h = F.gelu(torch.einsum("td,edf->tef", tokens, self.up))
+        return torch.einsum("tef,efd->td", h * weights[..., None], self.down)
+
+
+class Mixture(nn.Module):
+    """A router and experts on tokens without a sequence, beside an expert that sees all with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = nn.Linear(WIDTH, 4, bias=False), Experts(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        tokens = x.reshape(-1, WIDTH)
+        y = self.experts(tokens, self.router(tokens).softmax(-1))
+        return y.view(b, s, -1) + self.shared(x)  # type: ignore[no-any-return]
+
+
+class Mixed(PreNorm):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.mlp = Mixture()  # type: ignore[assignment]
+
+
 class Language(nn.Module):
     """Learned positions, blocks, a norm, a head; collects what its blocks return if it is asked to."""
 
@@ -195,6 +227,7 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "post-norm": (lambda: Language(PostNorm), 6),
     "parallel": (lambda: Language(Parallel), 6),
     "parameters of blocks": (lambda: Language(Scaled), 6),
+    "tokens of experts": (lambda: Language(Mixed), 6),
     "shared norm": (lambda: Language(Shared), 6),
     "tied": (lambda: Language(tied=True), 6),
     "blocks called twice": (lambda: Language(again=True, layers=1), 4),

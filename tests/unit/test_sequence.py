@@ -81,6 +81,15 @@ def test_as_many_sums_as_there_are(name: str) -> None:
     assert sum(kind.startswith("P->S") for kind in kinds) == CUT[name][1]
 
 
+def test_sums_of_tokens_are_reduced_as_one_where_they_have_their_sequence_again() -> None:
+    plan = planned("tokens of experts")
+    mlp = dict(plan.module_plans())["blocks.0.mlp"]
+    assert (mlp.inputs, mlp.outputs) == ({"x": "R->V"}, {"": "P->R"})
+    assert mlp.sequence == {"inputs:x": "S(-2)->V", "outputs:": "P->S(-2)", "returns:": "S(-2)->R"}
+    inner = {fqn: module.outputs for fqn, module in plan.module_plans() if fqn.startswith("blocks.0.mlp.")}
+    assert [fqn for fqn, outputs in inner.items() if "P->R" in outputs.values()] == []
+
+
 def test_a_stream_with_the_sequence_first() -> None:
     assert set(at(planned("sequence first"), "inputs").values()) == {"S(-3)->V"}
 

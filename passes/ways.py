@@ -1,0 +1,74 @@
+"""Which ways out values have: the calls that return them, and sums that are better reduced further out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoshard.ir import Call, Op
+from autoshard.passes.flow import Flow
+from autoshard.passes.rules import VIEWS
+from autoshard.passes.states import State
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The ways of values out of the modules that make them."""
+
+    flow: Flow
+
+    def returned_by(self, op: Op) -> Iterator[tuple[Call, str]]:
+        """Yield the calls, innermost first, that return a value no op inside them uses, each with the path."""
+        flow = self.flow
+        for number in reversed(op.calls):
+            call = flow.calls[number]
+            paths = [path for path, value in call.outputs.items() if value == op.name]
+            if paths and not any(number in user.calls for user in flow.users[op.name]):
+                for path in paths:
+                    yield call, path
+
+    def outward(self, op: Op) -> bool:
+        """Whether a sum that a module returns is left to one further out, that reshapes it or adds other sums to it.
+
+        It costs no more there; several sums are reduced as one, and a stream of tokens has its sequence again.
+        """
+        flow = self.flow
+        value, gained = op.name, False
+        if "lookup" in flow.contracts(op) or not self._is_returned(op):
+            return False
+        while len(flow.users[value]) == 1 and value not in flow.returned:
+            user = flow.users[value][0]
+            adds = self._adds_sums(user)
+            if not adds and not self.lays_out(user):
+                return False
+            gained = gained or adds or len(flow.factored.single(user.name)) != len(flow.factored.single(value))
+            value = user.name
+            if self._is_returned(user):
+                return gained
+        return False
+
+    def lays_out(self, op: Op) -> bool:
+        """Whether an op gives all elements of a value another shape."""
+        metas = self.flow.metas
+        sizes = [metas[name].numel for name in (op.name, *op.refs()) if name in metas]
+        return op.target in VIEWS and len(sizes) == 2 and sizes[0] == sizes[1] and not op.mutates
+
+    def _is_returned(self, op: Op) -> bool:
+        return next(self.returned_by(op), None) is not None
+
+    def _adds_sums(self, op: Op) -> bool:
+        """Whether an op adds partial sums, each of which nothing else uses."""
+        return op.target == "aten.add" and len(set(op.refs())) == 2 and all(map(self._is_sum, op.refs()))
+
+    def _is_sum(self, value: str) -> bool:
+        """Whether a value is a partial sum that is not reduced yet, or will be one; of one use."""
+        flow = self.flow
+        op = flow.ops.get(value)
+        if op is None or len(flow.users[value]) != 1:
+            return False
+        if value in flow.states:
+            return flow.states[value] is State.P
+        contracted = set(flow.contracts(op))
+        if contracted:
+            return contracted.isdisjoint({"mean", "lookup"})
+        return self._adds_sums(op) or (self.lays_out(op) and self._is_sum(op.refs()[0]))
