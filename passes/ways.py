@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.ir import Call, Op
 from autoshard.passes.flow import Flow
-from autoshard.passes.rules import VIEWS
+from autoshard.passes.rules import HOMOGENEOUS, VIEWS
 from autoshard.passes.states import State
 
 
@@ -66,9 +66,25 @@ class Ways:
         op = flow.ops.get(value)
         if op is None or len(flow.users[value]) != 1:
             return False
-        if value in flow.states:
-            return flow.states[value] is State.P
+        return flow.states[value] is State.P if value in flow.states else self._makes_sum(op)
+
+    def _makes_sum(self, op: Op) -> bool:
+        """Whether an op that the walk has not come to will leave a partial sum."""
+        flow = self.flow
         contracted = set(flow.contracts(op))
         if contracted:
             return contracted.isdisjoint({"mean", "lookup"})
-        return self._adds_sums(op) or (self.lays_out(op) and self._is_sum(op.refs()[0]))
+        if self._adds_sums(op):
+            return True
+        given = [name for name in dict.fromkeys(op.refs()) if flow.is_float(name)]
+        sums = [name for name in given if self._stays_sum(name)]
+        if op.target not in HOMOGENEOUS or len(sums) != 1 or op.arguments.get("rounding_mode") is not None:
+            return False
+        return not any(flow.is_cut(name) for name in given if name not in sums)
+
+    def _stays_sum(self, value: str) -> bool:
+        """Whether a value is, or will be, a partial sum that no module reduces where it returns it."""
+        op = self.flow.ops.get(value)
+        if op is None or value in self.flow.states:
+            return self.flow.states.get(value) is State.P
+        return self._makes_sum(op) and not self._is_returned(op)

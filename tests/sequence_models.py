@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
         h = F.gelu(torch.einsum("td,edf->tef", tokens, self.up))
-        return torch.einsum("tef,efd->td", h * weights[..., None], self.down)
+        return (torch.einsum("tef,efd->ted", h, self.down) * weights[..., None]).sum(1)
 
 
 class Mixture(nn.Module):
@@ -135,10 +136,20 @@ class Mixture(nn.Module):
         return y.view(b, s, -1) + self.shared(x)  # type: ignore[no-any-return]
 
 
+class SharedFirst(Mixture):
+    """The expert that sees all comes first, and sees them flat too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        shared = self.shared(tokens)
+        y = self.experts(tokens, self.router(tokens).softmax(-1))
+        return (shared + y).view(x.shape)  # type: ignore[no-any-return]
+
+
 class Mixed(PreNorm):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, kind: type[Mixture] = Mixture) -> None:
         super().__init__(dropout)
-        self.mlp = Mixture()  # type: ignore[assignment]
+        self.mlp = kind()  # type: ignore[assignment]
 
 
 class Language(nn.Module):
@@ -228,6 +239,7 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "parallel": (lambda: Language(Parallel), 6),
     "parameters of blocks": (lambda: Language(Scaled), 6),
     "tokens of experts": (lambda: Language(Mixed), 6),
+    "shared expert first": (lambda: Language(partial(Mixed, kind=SharedFirst)), 6),
     "shared norm": (lambda: Language(Shared), 6),
     "tied": (lambda: Language(tied=True), 6),
     "blocks called twice": (lambda: Language(again=True, layers=1), 4),
