@@ -383,9 +383,18 @@ class Plan:
     @property
     def cuts_logits(self) -> bool:
         """Whether the model returns something as it is cut, where gradients are recorded."""
-        modules = self.modules.values()
-        texts = (one.after.partition(",")[0].rstrip("'") for m in modules for one in m.rewrites if one.converts)
-        return any(text.endswith("->D") for text in (*texts, *(text for m in modules for text in m.outputs.values())))
+        return any(text.endswith(("->D", "->LD")) for text in self._conversions())
+
+    @property
+    def cuts_losses(self) -> bool:
+        """Whether the model computes a loss of logits that are cut, where gradients are recorded."""
+        return any(text.endswith(("->L", "->LD")) for text in self._conversions())
+
+    def _conversions(self) -> Iterator[str]:
+        """Yield what is converted where modules return, and in their code."""
+        for module in self.modules.values():
+            yield from module.outputs.values()
+            yield from (one.after.partition(",")[0].rstrip("'") for one in module.rewrites if one.converts)
 
     @property
     def total_bytes(self) -> int:

@@ -13,6 +13,7 @@ from autoshard.plans import ModulePlan, Plan, TensorPlan
 
 _LEGEND = "R whole, V whole with a partial gradient, S(d) cut on dim d, P a partial sum"
 _RETURNED = ", D a DTensor that says how it is cut"
+_LOSSES = ", L (LD) logits whose cross-entropy is computed on each rank's part, then returned whole (cut)"
 _SEQUENCE = "; (sequence): what takes its place in training, when the sequence is cut between regions"
 
 
@@ -33,7 +34,8 @@ def modules(plan: Plan) -> Iterator[RenderableType]:
     for name in (name for names in owned.values() for name in names):
         groups.setdefault((_cut(name, cut[name]), cut[name].why), []).append(name)
     if groups:
-        legend = _LEGEND + (_RETURNED if plan.cuts_logits else "") + (_SEQUENCE if plan.sequence else "")
+        legend = _LEGEND + (_RETURNED if plan.cuts_logits else "") + (_LOSSES if plan.cuts_losses else "")
+        legend += _SEQUENCE if plan.sequence else ""
         yield section("Cut over tp", columns(reasoned(groups), "nl"), Text(legend, style="dim"))
 
 

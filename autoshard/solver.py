@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from autoshard.passes.cut import ChooseCuts
+from autoshard.passes.cut import ChooseCuts, Chosen
 from autoshard.passes.cut_logits import CutLogits
 from autoshard.passes.factorise import Factored
 from autoshard.passes.inside import Inside
@@ -32,9 +33,9 @@ class Solver:
     ) -> None:
         self.index = Occurrences(factored)
         self.cut_logits = cut_logits
-        self.pinned = pinned
-        self.weigh = weigh
+        self.choose = ChooseCuts(1, {}, pinned, weigh)
         self.texts = texts
+        self.patterns: dict[Any, Placed] = {}
         self.banned: dict[int, dict[str, Refusal]] = {}
         self.placed: dict[int, Placed] = {}
         self.followed: set[int] = set()
@@ -43,13 +44,21 @@ class Solver:
         """Return the placed cuts for a degree."""
         while tp not in self.placed:
             banned = self.banned.setdefault(tp, {})
-            chosen = ChooseCuts(tp, dict(banned), self.pinned, self.weigh).run(self.index)
-            placed = Place(self.texts).run(chosen)
+            placed = self._laid(replace(self.choose, degree=tp, banned=dict(banned)).run(self.index))
             if placed.refused:
                 banned.update(placed.refused)
             else:
-                self.placed[tp] = CutLogits().run(placed) if self.cut_logits else placed
+                self.placed[tp] = CutLogits(self.cut_logits).run(placed)
         return self.placed[tp]
+
+    def _laid(self, chosen: Chosen) -> Placed:
+        """Return the placed cuts: once for all degrees that cut the same."""
+        if chosen.pattern in self.patterns:
+            return replace(self.patterns[chosen.pattern], chosen=chosen)
+        placed = Place(self.texts).run(chosen)
+        if not placed.refused:
+            self.patterns[chosen.pattern] = placed
+        return placed
 
     def localise(self, model: nn.Module, tp: int, given: Any) -> Placed:
         """Return the placed cuts that the user's code follows, with attributes set and calls rewritten for that."""

@@ -72,7 +72,7 @@ def assumptions(placed: Placed) -> tuple[str, ...]:
             f"the code is rewritten: {number} arguments of calls, in {len(placed.rewrites)} modules' own copies "
             "of it; what the trace did not run is as it was"
         )
-    for output in (o for o in traced.outputs if o.value in placed.logits):
+    for output in (o for o in traced.outputs if o.value in placed.logits - placed.joined):
         found.append(
             f"{output.path or 'the result'} is a DTensor, cut over tp along its last dim, where gradients are kept, "
             "for torch's loss_parallel; it is whole under torch.no_grad()"

@@ -15,13 +15,14 @@ import torch
 from sympy.polys.rings import PolyElement
 
 from autoshard.dtypes import dtype_bytes
-from autoshard.ir import Op, Traced
+from autoshard.ir import Op
 from autoshard.passes.backward import Step, worst_moment
 from autoshard.passes.extents import ONE, RING, ZERO, Extents, at
 from autoshard.passes.flops import Flops
-from autoshard.passes.kept import Keeping, Layout
+from autoshard.passes.homes import Homes
+from autoshard.passes.kept import Kept, Layout
 from autoshard.passes.states import Conversion, Placed
-from autoshard.passes.weights import Weight, main_dtype, weights
+from autoshard.passes.weights import Weight, weights
 from autoshard.plans import Workload
 
 
@@ -90,107 +91,83 @@ class _Sums:
     flops: PolyElement = ZERO
     moved: PolyElement = ZERO
     launches: int = 0
+    ops: int = 0
     last: int = 0
 
 
-def profile(
-    placed: Placed,
-    units: Sequence[str],
-    blocks: frozenset[str],
-    workload: Workload,
-) -> Profile:
+def profile(placed: Placed, homes: Homes, workload: Workload) -> Profile:
     """Return what one step costs.
 
     Args:
         placed: the placed cuts.
-        units: names of the FSDP units' modules, innermost first, the root last.
-        blocks: those that checkpointing recomputes.
+        homes: the ops of the FSDP units.
         workload: where the moment of the most memory is looked for.
     """
-    return _Walk(placed, tuple(units), blocks, workload).run()
+    return _Walk(placed, homes, workload).run()
 
 
 class _Walk:
-    def __init__(self, placed: Placed, units: tuple[str, ...], blocks: frozenset[str], workload: Workload) -> None:
+    def __init__(self, placed: Placed, homes: Homes, workload: Workload) -> None:
         self.workload = workload
         self.placed = placed
-        self.traced: Traced = placed.chosen.factored.traced
+        self.homes = homes
+        self.traced = homes.traced
         self.extents = Extents.of(placed)
-        self.keeping = Keeping(self.traced)
-        self.units = units
-        self.blocks = blocks
-        self.sums = {unit: _Sums() for unit in units}
-        self.made: dict[str, list[str]] = {unit: [] for unit in units}
+        self.sums = {unit: _Sums() for unit in homes.units}
         self.base: dict[str, str] = {}
         self.makers: dict[str, str] = {}
         self.held: set[str] = {s.name for s in self.traced.sources}
         self.seen: dict[str, PolyElement] = {}
         self.guessed: dict[str, None] = {}
-        self._homes: dict[str, str] = {}
         self.flops = Flops(placed, self.extents)
         self.inside = False  # whether an op of a unit inside the root was seen
         self.gathers: dict[str, list[Conversion]] = {}
         for conversion in placed.in_training():
-            if conversion.kind.startswith("S"):
+            if conversion.kind.startswith("S") and not conversion.kind.endswith(("D", "L")):
                 self.gathers.setdefault(conversion.value, []).append(conversion)
         self.whole: dict[str, str] = {}  # the value of which each gathered copy is made
-        self.main: torch.dtype = getattr(torch, main_dtype(self.traced))
+        self.main: torch.dtype = getattr(torch, homes.main)
         self.element = dtype_bytes(workload.dtype)
 
     def run(self) -> Profile:
-        copies = self.traced.copies
-        order: dict[str, None] = {}
+        copies, homes = self.traced.copies, self.homes
         for op in self.traced.ops:
-            unit = self.home(op.module)
-            order[unit] = None
-            self.made[unit].append(op.name)
-            if unit in copies:
-                self.keeping.skip(op)
-            else:
-                self._op(op, unit)
-        found = {unit: self._unit(unit) for unit in self.units if unit not in copies}
-        for unit in self.units:
-            if unit in copies:
-                found[unit] = replace(found[copies[unit]], module=unit)
-        held = weights(self.placed, self.units)
-        order = {unit: None for unit in [*order, *self.units] if unit} | {"": None}
-        units = tuple(replace(found[unit], weights=held[unit]) for unit in order)
+            if op.name in homes.kept:
+                self._op(op, homes.of(op.module), homes.kept[op.name])
+        for value in self.placed.joined:  # made whole for the caller, who may hold them through backward
+            self.sums[""].kept += self._bytes(value, whole=True)
+        found = {unit: self._unit(unit) for unit in homes.units if unit not in copies}
+        held = weights(self.placed, homes.units)
+        units = tuple(replace(found[copies.get(u, u)], module=u, weights=held[u]) for u in homes.ordered)
         logits = self._logits()
-        elements = ZERO if logits is None else self.extents.numel(logits)
-        return Profile(units, elements, self._again(), tuple(self.guessed), logits in self.placed.logits)
+        joined = logits in self.placed.joined
+        elements = ZERO if logits is None else self.extents.numel(logits, whole=joined)
+        cut = logits in self.placed.logits and not joined
+        return Profile(units, elements, self._again(), tuple(self.guessed), cut)
 
     def _again(self) -> frozenset[str]:
         """Return what blocks make once more: torch ends a second run behind the last tensor that is kept."""
         again: set[str] = set()
-        for unit in self.blocks:
+        for unit in self.homes.blocks:
             sums = self.sums[self.traced.copies.get(unit, unit)]
-            again.update(self.made[unit][: sums.last])
+            again.update(self.homes.made[unit][: sums.last])
         return frozenset(again)
 
     def size(self, polynomial: PolyElement) -> float:
         """Return a polynomial's value under the workload."""
         return float(at(polynomial, self.workload.batch, self.workload.sequence, self.placed.chosen.degree))
 
-    def home(self, module: str) -> str:
-        """Return the innermost unit around a module."""
-        if module not in self._homes:
-            inner = module
-            while inner and inner not in self.sums:
-                inner = inner.rpartition(".")[0]
-            self._homes[module] = inner
-        return self._homes[module]
-
     def _unit(self, unit: str) -> UnitProfile:
         sums = self.sums[unit]
         entered = ZERO
         for call in self.traced.calls:
-            if call.fqn == unit and unit in self.blocks:
+            if call.fqn == unit and unit in self.homes.blocks:
                 entered += sum((self._bytes(v) for v in dict.fromkeys(call.inputs.values()) if self._grad(v)), ZERO)
                 break
         beyond, early = worst_moment(sums.steps, self.size), sum(sums.early.values(), ZERO)
         return UnitProfile(
             unit,
-            unit in self.blocks,
+            unit in self.homes.blocks,
             sums.kept,
             sums.dear,
             entered,
@@ -201,11 +178,11 @@ class _Walk:
             sums.launches,
         )
 
-    def _op(self, op: Op, unit: str) -> None:
+    def _op(self, op: Op, unit: str, kept: Kept) -> None:
         sums = self.sums[unit]
+        sums.ops += 1
         self.makers[op.name] = unit
         self.inside |= bool(unit)
-        kept = self.keeping.run(op)
         refs = op.refs()
         if not kept.known:
             self.guessed[op.target] = None
@@ -223,7 +200,7 @@ class _Walk:
             # what selective checkpointing keeps is what the op makes, before it is reduced to a part of the sequence
             sums.dear += self._bytes(op.name, made=True)
         if kept.grad and (kept.operands or kept.results or kept.made):
-            sums.last = len(self.made[unit]) - 1
+            sums.last = sums.ops - 1
         if kept.grad:
             sums.steps.append(self._step(op, sums.kept - before, shared))
             if not unit and self.inside:
@@ -265,11 +242,11 @@ class _Walk:
         return self.base.get(value, value)
 
     def _grad(self, value: str) -> bool:
-        layouts = self.keeping.layouts.get(value, ())
+        layouts = self.homes.layouts.get(value, ())
         return any(layout is not None and layout.grad for layout in layouts)
 
     def _layout(self, value: str, result: int = 0) -> Layout | None:
-        layouts = self.keeping.layouts.get(value, ())
+        layouts = self.homes.layouts.get(value, ())
         return layouts[result] if result < len(layouts) else None
 
     def _bytes(self, value: str, result: int = 0, whole: bool = False, made: bool = False) -> PolyElement:

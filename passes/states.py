@@ -32,7 +32,7 @@ class Conversion:
         side: ``inputs``, ``outputs``, or ``inside`` the module's own code.
         path: argument or output path.
         kind: ``"R->V"``, ``"P->R"``, ``"S(d)->R"``; or the first right behind another: ``"P->V"``, ``"S(d)->V"``;
-            ``"S(d)->D"`` for what stays cut and says so.
+            ``"S(d)->D"`` for what stays cut and says so; ``"S(d)->L"`` and ``"S(d)->LD"`` for losses of it.
         value: the converted value.
         share: name of the entry this is part of, where several modules enter with one value.
         why: the reason, one sentence.
@@ -86,7 +86,9 @@ class Placed:
         rewrites: arguments in the code of a module that are written otherwise, for the same, by module.
         resizable: whether such attributes and rewrites were not looked for yet.
         sequence: what is cut along the sequence in training.
-        logits: values that stay cut along their last dim in training, up to what the model returns.
+        logits: values that stay cut along their last dim in training, up to a loss or to what the model returns.
+        losses: the cross-entropies of those, which each rank works out on its share.
+        joined: of ``logits``, those that are made whole where the model returns them.
     """
 
     chosen: Chosen
@@ -101,6 +103,8 @@ class Placed:
     resizable: bool = True
     sequence: Stretches = Stretches()
     logits: frozenset[str] = frozenset()
+    losses: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
 
     def in_training(self) -> list[Conversion]:
         """Return the conversions while the sequence is cut."""

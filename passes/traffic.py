@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sympy.polys.rings import PolyElement
 
 from autoshard.dtypes import dtype_bytes, summed_in
-from autoshard.passes.extents import Extents, at
+from autoshard.passes.extents import Extents, at, multiplied
 from autoshard.passes.occurrence import Occurrences
 from autoshard.passes.profile import Profile
 from autoshard.passes.states import Conversion, Placed
@@ -33,6 +33,8 @@ SENDS: Mapping[str, tuple[str | None, str | None]] = {
     "S->V": ("all_gather", "reduce_scatter"),
     "P->S": ("reduce_scatter", "all_gather"),
     "S->D": (None, None),
+    "S->L": (None, None),
+    "S->LD": (None, None),
     "R->P": (None, None),
     "V->P": (None, None),
 }
@@ -48,11 +50,13 @@ class Sent:
         op: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         size: bytes of one.
         again: whether checkpointing sends it once more.
+        times: how often: equal ones are one row.
     """
 
     op: str
     size: PolyElement
     again: bool
+    times: int = 1
 
 
 def activations(placed: Placed, profile: Profile, main: str, workload: Workload) -> tuple[Sent, ...]:
@@ -73,7 +77,7 @@ def activations(placed: Placed, profile: Profile, main: str, workload: Workload)
     for conversion in placed.in_training():
         forward, backward = SENDS[_DIM.sub("", conversion.kind)]
         meta = index.metas[conversion.value]
-        dtype = workload.dtype if meta.dtype == main else meta.dtype
+        dtype = _dtype(meta.dtype, main, workload)
         count = extents.numel(conversion.value, whole=True)
         shared = (conversion.value, conversion.share) in entered and conversion.share is not None
         if shared and conversion.kind.startswith("S"):
@@ -86,7 +90,30 @@ def activations(placed: Placed, profile: Profile, main: str, workload: Workload)
         if backward is not None and conversion.value not in untouched:  # backward does not reach such an input
             entered.add((conversion.value, conversion.share))
             found.append(Sent(backward, count * _element(backward, dtype, workload), False))
-    return tuple(found)
+    found += _losses(placed, profile, extents, main, workload)
+    return tuple(replace(one, times=times) for one, times in Counter(found).items())
+
+
+def _losses(placed: Placed, profile: Profile, extents: Extents, main: str, workload: Workload) -> Iterator[Sent]:
+    """Yield what losses on cut logits send, and the logits that are gathered where the model returns them.
+
+    Of each row the largest logit, and then the sum of exponentials beside the target's logit, in float32 at least.
+    """
+    index = placed.chosen.index
+    for op in (op for op in placed.chosen.factored.traced.ops if op.name in placed.losses):
+        logits = op.arguments["self"].name
+        rows = multiplied(extents.dims(logits)[:-1])
+        size = max(dtype_bytes(_dtype(index.metas[logits].dtype, main, workload)), dtype_bytes("float32"))
+        for number in (1, 2):
+            yield Sent("all_reduce", number * rows * size, op.name in profile.again)
+    for value in sorted(placed.joined):
+        size = dtype_bytes(_dtype(index.metas[value].dtype, main, workload))
+        yield Sent("all_gather", extents.numel(value, whole=True) * size, False)
+
+
+def _dtype(dtype: str, main: str, workload: Workload) -> str:
+    """Return the dtype of activations in the place of that of the parameters."""
+    return workload.dtype if dtype == main else dtype
 
 
 def _element(op: str, dtype: str, workload: Workload) -> int:
@@ -128,7 +155,7 @@ def collectives(
 
     for one in sent if mesh.tp > 1 else ():
         size = round(at(one.size, workload.batch, workload.sequence, mesh.tp))
-        add("tp", one.op, "activation", size, 2 if one.again and recompute else 1)
+        add("tp", one.op, "activation", size, one.times * (2 if one.again and recompute else 1))
     alike = Counter((id(unit.weights), not unit.module) for unit in profile.units)
     for unit in {(id(unit.weights), not unit.module): unit for unit in profile.units}.values():
         times = alike[id(unit.weights), not unit.module]

@@ -73,6 +73,14 @@ class Twice(Decoder):
         return self.head(self.norm(x)), guess
 
 
+class Smoothed(Decoder):
+    """The logits, and a loss that needs them whole."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(ids)
+        return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
 class Headless(Decoder):
     """No logits."""
 

@@ -17,7 +17,7 @@ from autoshard.executor.check_tensors import check_tensor
 from autoshard.executor.collectives import Conversion
 from autoshard.executor.drawing import KINDS
 from autoshard.executor.lookup import refuse_unsupported
-from autoshard.executor.match import parameter_plans
+from autoshard.executor.match import boundaries_of, parameter_plans
 from autoshard.executor.returned import REFUSED
 from autoshard.executor.share import has_forward
 from autoshard.executor.units import Units
@@ -162,6 +162,7 @@ def check_modules(model: nn.Module, plan: Plan) -> None:
         _check_boundary(modules[fqn], module_plan, fqn)
         if module_plan.lookup is not None:
             _check_table(modules[fqn], module_plan.lookup, tensors[first_names[id(modules[fqn])]], fqn)
+    boundaries_of(model, plan)
 
 
 def _check_boundary(module: nn.Module, module_plan: ModulePlan, fqn: str) -> None:

@@ -16,11 +16,15 @@ R->P       rank 0 keeps it       identity
 V->P       divide by the ranks   divide by the ranks
 A->R       mean over the ranks   divide by the ranks
 S(d)->D    a DTensor, Shard(d)   its local part
+S(d)->L    the same, for a loss  its local part
+S(d)->LD   the same, for both    its local part
 =========  ====================  ====================
 
 **A** is a part of a mean, each rank's own of an equal share. ``P->V`` and ``A->V`` are made whole and enter at once:
 ``P->R`` or ``A->R``, then ``R->V``. **D** is a DTensor of the tp mesh with ``[Shard(d)]``, for the loss behind the
 model; where no gradients are recorded ``S(d)->D`` is ``S(d)->R``: what generates and evaluates sees whole values.
+**L** is such a DTensor for losses inside the model, which makes it whole where it returns it (``cut_logits``); **LD**
+is for both, and returned as D.
 
 ``R->V[a:b]`` concerns the last dim's elements ``a`` to ``b`` only: the others stay R.
 
@@ -46,11 +50,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autoshard._torch import lift, run
 from autoshard.errors import InvalidArgument
+from autoshard.executor.cut_logits import Share, keep_cut
 from autoshard.executor.sums import check_divisible, scatter_sum, sum_over, summed_in
 
 KINDS = (
     "R->V", "P->R", "P->V", "P->S(d)", "A->R", "A->V", "S(d)->R", "S(d)->V", "R->S(d)", "R->P", "V->P", "S(d)->D",
+    "S(d)->L", "S(d)->LD",
 )  # fmt: skip
+#: Those that leave a value cut where gradients are recorded.
+KEEPING_CUT = ("S(d)->D", "S(d)->L", "S(d)->LD")
 _SPAN = re.compile(r"^R->V\[(\d+):(\d+)\]$")
 
 
@@ -130,10 +138,12 @@ class Conversion:
             return run(_AllReduce, value, axis.group, axis.reduce_dtype)
         if self.kind == "P->S(d)":
             return run(_Scatter, value, axis.size, self.dim, axis.group, axis.reduce_dtype)
-        if self.kind == "S(d)->D" and torch.is_grad_enabled():
+        if self.kind in KEEPING_CUT and torch.is_grad_enabled():
             # cross-entropy looks for its own dim, counted from the front
-            return DTensor.from_local(value, axis.mesh, [Shard(self.dim % value.dim())], run_check=False)
-        if self.kind in ("S(d)->R", "S(d)->D"):
+            cut = DTensor.from_local(value, axis.mesh, [Shard(self.dim % value.dim())], run_check=False)
+            whole, returned = Conversion("S(d)->R", self.dim), self.kind == "S(d)->LD"
+            return cut if self.kind == "S(d)->D" else keep_cut(cut, Share(axis, whole, returned))
+        if self.kind in ("S(d)->R", *KEEPING_CUT):
             return run(_Gather, value, axis.rank, axis.size, self.dim, axis.group)
         if self.kind == "S(d)->V":
             return run(_GatherIn, value, axis.size, self.dim, axis.group, axis.reduce_dtype)

@@ -27,11 +27,12 @@ from autoshard.errors import InvalidArgument, NotDistributed, Unusable
 from autoshard.executor.agree import Unanimous, equalise, gather
 from autoshard.executor.checks import MARK, check
 from autoshard.executor.collectives import Axis, Conversion
+from autoshard.executor.cut_logits import hand_out
 from autoshard.executor.drawing import one_stream
 from autoshard.executor.gradsum import Sync, UnitSums
 from autoshard.executor.loading import hold_in_parts
 from autoshard.executor.masters import widen
-from autoshard.executor.match import buffer_plans, parameter_plans
+from autoshard.executor.match import boundaries_of, buffer_plans, parameter_plans
 from autoshard.executor.returned import Returned
 from autoshard.executor.scalars import replicate_scalars
 from autoshard.executor.sequence import CutSequence
@@ -151,8 +152,10 @@ def _cut(model: nn.Module, applied: Applied, leave: Collection[str]) -> None:
     replace.apply(model, applied.plan.replacements)
     set_attributes(model, applied.plan, InsideCode(axis, slots))
     parallelize_module(model, mesh, keys, src_data_rank=None)
-    boundaries = {fqn: one for fqn, one in _boundaries(model, applied.plan).items() if fqn not in leave}
+    boundaries = {fqn: one for fqn, one in boundaries_of(model, applied.plan).items() if fqn not in leave}
     _watch_returned(model, boundaries, axis, sequence)
+    if applied.plan.cuts_losses:
+        model.register_forward_hook(hand_out)
     if sequence is not None:
         texts = [text for one in boundaries.values() for text in one.sequence.values()]
         sequence.install(model, {Conversion.parse(text).dim for text in texts if "S(" in text})
@@ -185,16 +188,11 @@ def _part(texts: Mapping[str, str], prefix: str) -> dict[str, str]:
     return {key.removeprefix(prefix): text for key, text in texts.items() if key.startswith(prefix)}
 
 
-def _boundaries(model: nn.Module, plan: Plan) -> dict[str, ModulePlan]:
-    first_names = {id(module): name for name, module in model.named_modules()}
-    return {first_names[id(model.get_submodule(fqn))]: boundary for fqn, boundary in plan.module_plans()}
-
-
 def _styles(
     model: nn.Module, applied: Applied, axis: Axis, slots: Mapping[str, Slot], sequence: CutSequence | None
 ) -> dict[str, ModuleStyle]:
     plan = applied.plan
-    boundaries, placed = _boundaries(model, plan), Placed()
+    boundaries, placed = boundaries_of(model, plan), Placed()
     parameters, buffers = parameter_plans(model, plan), buffer_plans(model, plan)
     sums = _sums(model, applied, axis)
     return {
@@ -217,7 +215,7 @@ def _sums(model: nn.Module, applied: Applied, axis: Axis) -> dict[str, UnitSums]
 def _slots(model: nn.Module, plan: Plan) -> dict[str, Slot]:
     """Return the shared entries by name; each is emptied when its modules' common parent ends, and the model."""
     users: dict[str, list[str]] = {}
-    for fqn, boundary in _boundaries(model, plan).items():
+    for fqn, boundary in boundaries_of(model, plan).items():
         inside = [one.share for one in boundary.rewrites if one.share is not None]
         for entry in (*boundary.share.values(), *inside):
             users.setdefault(entry, []).append(fqn)

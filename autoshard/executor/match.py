@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
-from autoshard.plans import Plan, TensorPlan
+from autoshard.errors import InvalidArgument
+from autoshard.plans import ModulePlan, Plan, TensorPlan
 
 
 def parameter_plans(model: nn.Module, plan: Plan) -> dict[str, dict[str, TensorPlan]]:
@@ -22,6 +24,37 @@ def buffer_plans(model: nn.Module, plan: Plan) -> dict[str, dict[str, TensorPlan
     """Return the plans of each module's own buffers, as ``parameter_plans`` does; a buffer may have none."""
     by_tensor = _by_tensor(dict(model.named_buffers(remove_duplicate=False)), plan.buffers)
     return {f: _match(f, m._buffers, plan.buffers, by_tensor) for f, m in model.named_modules()}
+
+
+def boundaries_of(model: nn.Module, plan: Plan) -> dict[str, ModulePlan]:
+    """Return what happens at each module, by its first name.
+
+    A module that is registered twice has an entry for each of its names, as its parameters have; only the one for the
+    name under which it was traced says more than how these are cut.
+
+    Raises:
+        InvalidArgument: two names of one module have entries that say more, and not the same.
+    """
+    first_names = {id(module): name for name, module in model.named_modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, ModulePlan] = {}
+    for fqn, entry in plan.module_plans():
+        first = first_names[id(modules[fqn])]
+        other = found.setdefault(first, entry)
+        if _says(entry) and _says(other) and _says(entry) != _says(other):
+            raise InvalidArgument(
+                f"{fqn} is another name of {first}, and the plan says something else of it",
+                at=fqn,
+                help="give the two names the same entry, or leave one out",
+            )
+        if not _says(other):
+            found[first] = entry
+    return found
+
+
+def _says(entry: ModulePlan) -> dict[str, Any]:
+    """Return what an entry says beyond how parameters are cut."""
+    return {name: value for name, value in vars(entry).items() if name not in ("style", "why") and value}
 
 
 def _by_tensor(named: Mapping[str, Tensor], plans: Mapping[str, TensorPlan]) -> dict[int, TensorPlan]:

@@ -67,8 +67,8 @@ class PlanSubject:
 
     @property
     def two_modes(self) -> bool:
-        """Whether the sequence, or what the model returns, is cut in training only."""
-        return bool(self.plan.sequence) or self.plan.cuts_logits
+        """Whether the sequence, or logits that the model returns or computes a loss of, are cut in training only."""
+        return bool(self.plan.sequence) or self.plan.cuts_logits or self.plan.cuts_losses
 
     def install(self, model: nn.Module) -> Mapping[str, Cut]:
         """Apply the plan."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from logits_models import Capped, Chosen, Headless, Sliced, Twice, Two, Within, make
-from models import Decoder, build
+from logits_models import Capped, Chosen, Headless, Sliced, Smoothed, Twice, Two, Within, make
+from models import Decoder
 from torch import nn
 
 from autoshard import cost, verify
@@ -109,10 +109,10 @@ def test_code_that_reads_the_whole_logits(model: type[nn.Module], op: str) -> No
     assert error.got is not None and error.got.startswith(f"{op}; allowed: ")
 
 
-def test_a_loss_inside_the_model() -> None:
-    error = refused(build("llama"), example_inputs={"input_ids": IDS, "labels": IDS})
+def test_a_loss_inside_the_model_that_needs_them_whole() -> None:
+    error = refused(Smoothed(), example_inputs=(IDS, IDS))
     assert error.what == "the model works on its whole logits, so that they cannot stay cut"
-    assert error.at is not None and "modeling_llama.py:" in error.at
+    assert error.at is not None and "logits_models.py:" in error.at
     assert error.help is not None and "without labels" in error.help
 
 
