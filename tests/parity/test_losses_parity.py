@@ -38,7 +38,7 @@ def wrong(errors: dict[str, float]) -> dict[str, float]:
     return {key: error for key, error in errors.items() if not error < TOLERANCE}
 
 
-@pytest.mark.parametrize("name", few(MODELS, ["nano", "none", "within", "llama"]))
+@pytest.mark.parametrize("name", few(MODELS, ["within", "llama"]))
 def test_trains_as_one_process(gloo: Any, name: str) -> None:
     for errors in gloo(2).run(losses_workers.trained, name, planned(name).to_dict()):
         assert wrong(errors) == {}
@@ -50,12 +50,13 @@ def test_returns_cut_logits_beside_it(gloo: Any, name: str) -> None:
         assert wrong(errors) == {}
 
 
+@pytest.mark.long
 def test_over_four_ranks(gloo: Any) -> None:
     for errors in gloo(4).run(losses_workers.trained, "mean", planned("mean", 4, tp=4).to_dict()):
         assert wrong(errors) == {}
 
 
-@pytest.mark.parametrize(("name", "checkpointing"), [("llama", "none"), ("within", "full")])
+@pytest.mark.parametrize(("name", "checkpointing"), few([("within", "full"), ("llama", "none")], 1))
 def test_trains_under_fsdp(gloo: Any, name: str, checkpointing: str) -> None:
     data = planned(name, 4, dp_shard=2).to_dict()
     for errors in gloo(4).run(losses_workers.trained, name, data, checkpointing):
@@ -69,7 +70,7 @@ def test_with_the_sequence_cut_too(gloo: Any) -> None:
         assert wrong(errors) == {}
 
 
-@pytest.mark.parametrize("name", ["nano", "llama"])
+@pytest.mark.parametrize("name", few(["nano", "llama"], 1))
 def test_whole_logits_where_no_labels_are_given(gloo: Any, name: str) -> None:
     for errors in gloo(2).run(losses_workers.unlabelled, name, planned(name).to_dict()):
         assert wrong(errors) == {}
