@@ -257,10 +257,14 @@ def _held(named: Any, used: Mapping[str, str]) -> tuple[Held, ...]:
 def containers_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the children of every list-like container that is not inside another one."""
     found: list[tuple[str, ...]] = []
+    within: set[str] = set()  # the children of those found, and all below: a module comes behind the one around it
     for fqn, module in model.named_modules():
-        inside = any(fqn.startswith(child + ".") for children in found for child in children)
+        inside = fqn.rpartition(".")[0] in within
+        if inside:
+            within.add(fqn)
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and not inside:
             found.append(tuple(f"{fqn}.{name}" if fqn else name for name, _ in module.named_children()))
+            within.update(found[-1])
     return tuple(found)
 
 
@@ -337,10 +341,15 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def user_places(stack: str) -> list[str]:
+    """Return every ``file:line`` of a printed stack that is not torch's or ours, the innermost last."""
+    frames = [frame for frame in _FRAME.findall(stack) if not frame[0].startswith(_NOT_THE_USERS)]
+    return [f"{Path(file).name}:{line}" for file, line in frames]
+
+
 def user_place(stack: str) -> str:
     """Return the last ``file:line`` of a printed stack that is not torch's or ours; empty where there is none."""
-    frames = [frame for frame in _FRAME.findall(stack) if not frame[0].startswith(_NOT_THE_USERS)]
-    return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
+    return next(reversed(user_places(stack)), "")
 
 
 def _where(node: fx.Node) -> str:

@@ -101,12 +101,14 @@ class Op:
 
 def references(value: Any) -> list[str]:
     """Return every value named inside nested arguments."""
+    if value is None or isinstance(value, (str, int, float)):
+        return []  # first, as most arguments are such: to ask for a mapping is slow
     if isinstance(value, Ref):
         return [value.name]
-    if isinstance(value, Mapping):
-        return [name for item in value.values() for name in references(item)]
     if isinstance(value, (list, tuple)):
         return [name for item in value for name in references(item)]
+    if isinstance(value, Mapping):
+        return [name for item in value.values() for name in references(item)]
     return []
 
 

@@ -20,6 +20,7 @@ from autoshard.passes.cut_logits import refusal
 from autoshard.passes.emit import Emit
 from autoshard.passes.factorise import Factored, Factorise
 from autoshard.passes.factors import leaves
+from autoshard.passes.homes import Homes
 from autoshard.passes.inside import find_texts
 from autoshard.passes.listen import draws_in_training
 from autoshard.passes.price import Pricing
@@ -123,8 +124,10 @@ def run(model: nn.Module, options: Options, progress: Callable[[str], None] | No
     solver = Solver(factored, pinned, weigh=options.tp is None, texts=texts, cut_logits=sharded)
 
     drawing = cache(lambda: draws_in_training(model, traced))
-    pricer = Pricer(solver.place, lambda placed: Sequence(drawing()).hope(placed), units, workload, options.cluster)
-    settle = partial(_settle, model, solver, drawing, clock, traced.inputs)
+    along = cache(lambda: Sequence(drawing()))
+    homes = Homes(traced, units)
+    pricer = Pricer(solver.place, lambda placed: along().hope(placed), homes, workload, options.cluster)
+    settle = partial(_settle, model, solver, along, clock, traced.inputs)
     meshes, choices, placed = _agree(meshes, pricer, settle, clock, options.sequence_parallel is None)
     choice = choices[0]
     mesh, workload = choice.mesh, replace(workload, batch=choice.batch)
@@ -172,7 +175,7 @@ def _agree(
 def _settle(
     model: nn.Module,
     solver: Solver,
-    drawing: Callable[[], Mapping[str, int]],
+    along: Callable[[], Sequence],
     clock: _Clock,
     given: Any,
     choice: MeshChoice,
@@ -184,7 +187,7 @@ def _settle(
     as_priced = placed.chosen.divisions.keys() == before.chosen.divisions.keys()
     if not as_priced or not choice.sequence_parallel:
         return placed, as_priced
-    return clock.run("sequence", lambda: Sequence(drawing()).run(model, placed), _count_stretches), True
+    return clock.run("sequence", lambda: along().run(model, placed), _count_stretches), True
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from autoshard.passes.factorise import Factored
 from autoshard.passes.factors import Block, Factor, Ways, leaves, local_size
@@ -48,7 +49,7 @@ class Cut:
     dims: Mapping[str, int] = field(default_factory=dict)
     ends: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A name that is the same in every run: the parameters, and the dims and parts of them it cuts."""
         texts = []
@@ -56,6 +57,11 @@ class Cut:
             spans = "" if division.even else "@" + ",".join(f"{o}+{n}/{ways}" for o, n, ways in division.pieces if ways)
             texts.append(f"{fqn}:{division.dim}{spans}")
         return ("gathered " if self.gathered else "") + " ".join(texts)
+
+    def over(self, degree: int) -> Cut:
+        """Return the same cut over another number of ranks that divides every leaf."""
+        divisions = {fqn: division.over(degree) for fqn, division in self.divisions.items()}
+        return replace(self, ways=dict.fromkeys(self.ways, degree), divisions=divisions)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,11 @@ class Chosen:
     def factored(self) -> Factored:
         """The factors."""
         return self.index.factored
+
+    @cached_property
+    def pattern(self) -> tuple[Any, ...]:
+        """What placing reads of the cuts: the same for two degrees that cut the same."""
+        return tuple((c.leaves, c.gathered, c.touched, tuple(c.dims.items()), c.ends) for c in self.cuts)
 
     @cached_property
     def inner(self) -> frozenset[Factor]:
@@ -135,40 +146,48 @@ class ChooseCuts:
         banned: reason by cut key, for cuts that a later pass refused.
         pinned: reason by parameter name, for parameters that must stay whole.
         weigh: whether small cuts are left whole where they do not pay: not so where the user chose the degree.
+
+    ``replace(choose, degree=..., banned=...)`` chooses over another degree; cuts that both divide are made once.
     """
 
     degree: int
     banned: Mapping[str, Refusal] = field(default_factory=dict)
     pinned: Mapping[str, str] = field(default_factory=dict)
     weigh: bool = False
+    _even: dict[tuple[str, frozenset[Factor]], Cut | Refusal] = field(default_factory=dict, compare=False, repr=False)
+    _gathered: list[tuple[int, Cut, str | None]] = field(default_factory=list, compare=False, repr=False)
 
     def run(self, index: Occurrences) -> Chosen:
         """Return the chosen cuts."""
         if self.degree == 1:
             return Chosen(index, 1, (), (), {})
         cuts: list[Cut] = []
+        known: set[frozenset[Factor]] = set()
         reasons: dict[str, tuple[int, Refusal]] = {}
         for leaf in index.candidates:
             made = self._cut(index, leaf) if leaf.size % self.degree == 0 else self._shared(index, leaf)
-            if isinstance(made, Cut) and made.key not in self.banned:
-                if all(made.leaves != known.leaves for known in cuts):
+            reason = self._sent_back(made) if isinstance(made, Cut) else made
+            if isinstance(made, Cut) and reason is None:
+                if made.leaves not in known:
+                    known.add(made.leaves)
                     cuts.append(made)
-            else:
-                reason = self.banned[made.key] if isinstance(made, Cut) else made
+            elif reason is not None:
                 weight = 0 if isinstance(made, Cut) else _INFORMS.get(reason.why, 1)
                 for fqn, _ in index.parameters_of(leaf):
                     if weight < reasons.get(fqn, (99, reason))[0]:
                         reasons[fqn] = (weight, reason)
-        for made in self._all_gathered(index):
-            why = self._small(index, made)
-            if made.key not in self.banned and why is None:
+        for made, why in self._all_gathered(index):
+            reason = self._sent_back(made)
+            if reason is None and why is None:
                 cuts.append(made)
                 continue
             for fqn in made.divisions:
-                reasons.setdefault(fqn, (0, self.banned.get(made.key) or Refusal(fqn, "", why or "")))
-        picked = tuple(cuts[i] for i in select(cuts, index, self.degree))
-        for cut in (cut for cut in cuts if not cut.gathered and cut not in picked):
-            met = next((fqn for one in picked for fqn in one.divisions if fqn in cut.divisions), None)
+                reasons.setdefault(fqn, (0, reason or Refusal(fqn, "", why or "")))
+        numbers = dict.fromkeys(select(cuts, index, self.degree))
+        picked = tuple(cuts[i] for i in numbers)
+        order = {fqn: number for number, fqn in enumerate(dict.fromkeys(f for one in picked for f in one.divisions))}
+        for cut in (cut for i, cut in enumerate(cuts) if not cut.gathered and i not in numbers):
+            met = min(order.keys() & cut.divisions.keys(), key=order.__getitem__, default=None)
             twice = f"its extent stays whole, or {met} would be cut twice"
             why = twice if met else "other cuts of the same values save more"
             for fqn in cut.divisions:
@@ -193,6 +212,10 @@ class ChooseCuts:
             found[fqn] = division
         return found
 
+    def _sent_back(self, cut: Cut) -> Refusal | None:
+        """Return why a later pass refused a cut; None where none did."""
+        return self.banned.get(cut.key) if self.banned else None
+
     def _pinned(self, names: Mapping[str, object]) -> Refusal | None:
         return next((Refusal(n, "", self.pinned[n]) for n in names if n in self.pinned), None)
 
@@ -204,7 +227,10 @@ class ChooseCuts:
         closed = index.close(leaf, self.degree)
         if isinstance(closed, Block):
             return Refusal(fqn, closed.where, closed.why)
-        return self._of(index, fqn, dict.fromkeys(closed, self.degree))
+        if (fqn, closed) not in self._even:
+            self._even[fqn, closed] = self._of(index, fqn, dict.fromkeys(closed, self.degree))
+        made = self._even[fqn, closed]
+        return made.over(self.degree) if isinstance(made, Cut) else made
 
     def _shared(self, index: Occurrences, leaf: Factor) -> Cut | Refusal:
         """Return the cut of a leaf of too few indices together with the one below it: kv heads and their group."""
@@ -251,12 +277,21 @@ class ChooseCuts:
             index, frozenset() if cut.gathered else cut.leaves, (value for value, _ in cut.touched), cut.saved_bytes
         )
 
-    def _all_gathered(self, index: Occurrences) -> Iterator[Cut]:
+    def _all_gathered(self, index: Occurrences) -> Iterator[tuple[Cut, str | None]]:
+        """Yield the cuts of matrices for their own matmul only, with why one does not pay."""
+        if not self._gathered:
+            self._gathered.extend(self._every_gathered(index))
+        for rows, cut, why in self._gathered:
+            if rows % self.degree == 0:
+                yield cut.over(self.degree), why
+
+    def _every_gathered(self, index: Occurrences) -> Iterator[tuple[int, Cut, str | None]]:
         for one in gathers(index, self.degree):
             if self._pinned(one.divisions):
                 continue
             rows = (index.factored.single(value)[dim] for value, dim in one.dims.items())
-            cut = frozenset(leaf for dim in rows for leaf in leaves(dim))
+            held = frozenset(leaf for dim in rows for leaf in leaves(dim))
             touched = frozenset((value, 0) for value in one.dims)
             saved = index.bytes_of(one.divisions)
-            yield Cut(cut, {}, True, one.divisions, touched, saved, dims=one.dims, ends=one.ends)
+            cut = Cut(held, {}, True, one.divisions, touched, saved, dims=one.dims, ends=one.ends)
+            yield one.rows, cut, self._small(index, cut)

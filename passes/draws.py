@@ -73,12 +73,13 @@ def find_draws(placed: Placed, in_training: Mapping[str, int] = _NOTHING) -> Dra
 def draw_homes(traced: Traced, in_training: Mapping[str, int] = _NOTHING) -> dict[str, list[Op]]:
     """Return the ops that draw, or may in training, by name of the module whose own code they are in."""
     fqn_of = {call.id: call.fqn for call in traced.calls}
-    plain = Counter(_home(op, fqn_of) for op in traced.ops if draws(op))
+    drawing = {op.name for op in traced.ops if draws(op)}
+    plain = Counter(_home(op, fqn_of) for op in traced.ops if op.name in drawing)
     found: dict[str, list[Op]] = {}
     for op in traced.ops:
         home = _home(op, fqn_of)
         hidden = in_training.get(home, 0) > plain[home] and (op.target == _ATTENTION or _name(op) in _DROPOUTS)
-        if draws(op) or hidden:
+        if op.name in drawing or hidden:
             found.setdefault(home, []).append(op)
     return found
 

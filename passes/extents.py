@@ -44,6 +44,7 @@ class Extents:
     named: Mapping[Factor, PolyElement]
     begun: frozenset[str] = frozenset()
     _known: dict[tuple[Factor, bool], PolyElement] = field(default_factory=dict, compare=False, repr=False)
+    _products: dict[tuple[PolyElement, ...], PolyElement] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(placed: Placed) -> Extents:
@@ -101,7 +102,10 @@ class Extents:
 
     def numel(self, value: str, result: int = 0, whole: bool = False, made: bool = False) -> PolyElement:
         """Return the elements of ``dims``."""
-        return multiplied(self.dims(value, result, whole, made))
+        dims = self.dims(value, result, whole, made)
+        if dims not in self._products:
+            self._products[dims] = multiplied(dims)
+        return self._products[dims]
 
 
 def multiplied(sizes: Iterable[PolyElement]) -> PolyElement:

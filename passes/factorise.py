@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from autoshard.ir import Meta, Op, Ref, Traced
 from autoshard.passes.factors import Factor
@@ -37,8 +38,8 @@ class Factored:
 
     def single(self, name: str) -> Dims:
         """Return the dims of a single-tensor value, or an empty list."""
-        found = self.dims.get(name) or []
-        return [f for f in found if isinstance(f, Factor)]
+        found = self.dims.get(name)
+        return cast(Dims, found) if found and isinstance(found[0], Factor) else []
 
     def tensors(self, name: str) -> list[Dims]:
         """Return the dims of each tensor a value holds: one, or one per result."""
@@ -46,7 +47,7 @@ class Factored:
         if not found:
             return []
         if isinstance(found[0], Factor):
-            return [self.single(name)]
+            return [cast(Dims, found)]
         return [d for d in found if isinstance(d, list)]
 
 

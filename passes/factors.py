@@ -47,6 +47,8 @@ class Factor:
 
 def find(factor: Factor) -> Factor:
     """Return the factor that ``factor`` was unified into."""
+    if factor.into is None:
+        return factor
     root = factor
     while root.into is not None:
         root = root.into

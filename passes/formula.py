@@ -89,7 +89,7 @@ def write_out(pricing: Pricing, workload: Workload, checkpointing: str, reshard:
     }
     sent: dict[str, Any] = {}
     for one in pricing.sent:
-        times = 2 if one.again and checkpointing != "none" else 1
+        times = one.times * (2 if one.again and checkpointing != "none" else 1)
         sent[f"tp {one.op}"] = sent.get(f"tp {one.op}", 0) + times * at(one.size, _B, _T, _t)
     reduced = sum(u.reduced for u in units)
     sent |= {

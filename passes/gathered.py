@@ -54,18 +54,20 @@ class Gather:
     """One matrix, and the vectors beside it, that are cut for their own matmuls only.
 
     Attributes:
+        rows: how many there are.
         divisions: how each tensor is divided, by name.
         dims: the dim that is cut, by value: of the tensors, and of each result from the front.
         ends: the values that are made whole.
     """
 
+    rows: int
     divisions: dict[str, Division]
     dims: dict[str, int]
     ends: frozenset[str]
 
 
 def gathers(index: Occurrences, degree: int) -> Iterator[Gather]:
-    """Yield every matrix that can be cut so; a matrix of several roles is left out."""
+    """Yield every matrix that can be cut so, if its rows divide; a matrix of several roles is left out."""
     seen: set[tuple[str, Role]] = set()
     for op in index.factored.traced.ops:
         role = ROLES.get(op.target)
@@ -82,7 +84,7 @@ def gathers(index: Occurrences, degree: int) -> Iterator[Gather]:
 
 def _gather(index: Occurrences, weight: str, role: Role, degree: int) -> Gather | None:
     shape = index.by_value[weight].meta.shape
-    if len(shape) < 2 or shape[role.rows] % degree or shape[role.rows] < 2:
+    if len(shape) < 2 or shape[role.rows] < 2:
         return None
     tensors = {weight: role.rows}
     dims = {weight: role.rows}
@@ -105,7 +107,7 @@ def _gather(index: Occurrences, weight: str, role: Role, degree: int) -> Gather 
         index.by_value[value].fqn: Division(dim, ((0, index.by_value[value].meta.shape[dim], degree),), degree)
         for value, dim in tensors.items()
     }
-    return Gather(divisions, dims, ends)
+    return Gather(shape[role.rows], divisions, dims, ends)
 
 
 def _follow(index: Occurrences, value: str, dims: dict[str, int], tensors: dict[str, int]) -> str:

@@ -70,11 +70,13 @@ class Inside:
 
     def _pattern(self, op: Op) -> tuple[str, str, str]:
         """Return what the names of a copied block's values end with, the block it is a copy of, and its own name."""
-        for copy, block in self.copies.items():
-            if op.module == copy or op.module.startswith(copy + "."):
-                container, _, number = copy.rpartition(".")
-                return f"__{container.replace('.', '_')}_{number}", block, copy
-        return "", "", ""
+        copy = op.module
+        while copy and copy not in self.copies:
+            copy = copy.rpartition(".")[0]
+        if not copy:
+            return "", "", ""
+        container, _, number = copy.rpartition(".")
+        return f"__{container.replace('.', '_')}_{number}", self.copies[copy], copy
 
 
 def _moved(text: Text | None, block: str, copy: str) -> Text | None:

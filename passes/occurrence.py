@@ -57,6 +57,10 @@ class Division:
         """The share of the dim that no other rank has."""
         return sum(n for _, n, ways in self.pieces if ways == self.degree) / sum(n for _, n, _ in self.pieces)
 
+    def over(self, degree: int) -> Division:
+        """Return the same pieces over another number of ranks; those that are cut are cut over all of them."""
+        return Division(self.dim, tuple((o, n, degree if ways else 0) for o, n, ways in self.pieces), degree)
+
 
 class Occurrences:
     """Where each leaf occurs in a graph."""
@@ -174,9 +178,7 @@ class Occurrences:
     def twice(self, cut: frozenset[Factor], ways: Ways, degree: int) -> Block | None:
         """Return why a cut is impossible: it would cut one tensor twice, or sum over what the result keeps."""
         for value, number in dict.fromkeys(p for leaf in cut for p in self.places[leaf]):
-            dims = self.factored.tensors(value)[number]
-            again = any(sum(count(dim, frozenset([leaf])) for dim in dims) > 1 for leaf in cut)
-            if again or ranks_of(dims, cut, ways) > degree:
+            if self._again(self.factored.tensors(value)[number], cut, ways, degree):
                 return Block("one tensor would be cut along two dims", "", self.where(value))
         for leaf in cut:
             for op, factor, _ in self.contracted.get(leaf, ()):
@@ -185,6 +187,13 @@ class Occurrences:
                 if least_ways(factor, cut, ways) != degree:
                     return Block("only some of what is summed over would be cut", "", self.where(op))
         return None
+
+    def _again(self, dims: Iterable[Factor], cut: frozenset[Factor], ways: Ways, degree: int) -> bool:
+        """Whether a tensor with some dims would be cut along two of them, or twice along one."""
+        if sum(count(dim, cut) for dim in dims) < 2:
+            return False
+        twice = any(sum(count(dim, frozenset([leaf])) for dim in dims) > 1 for leaf in cut)
+        return twice or ranks_of(dims, cut, ways) > degree
 
     def where(self, value: str) -> str:
         """Return the user's ``file:line`` of a value."""

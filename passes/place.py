@@ -32,6 +32,10 @@ class Place:
 
     def run(self, chosen: Chosen) -> Placed:
         """Return states and conversions, or the cuts to give up in ``refused``."""
+        if not chosen.cuts:
+            traced = chosen.factored.traced
+            values = [*(source.name for source in traced.sources), *(op.name for op in traced.ops)]
+            return Placed(chosen, dict.fromkeys(values, State.R), (), {}, frozenset(), {})
         texts: Inside | None = None
         exits: frozenset[str] = frozenset()
         while True:

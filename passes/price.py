@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sympy.polys.rings import PolyElement
@@ -70,15 +70,25 @@ class Pricing:
     buffers: int
     main: str
     cluster: Cluster
+    _units: dict[Any, list[cost.Unit]] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self, mesh: Mesh, workload: Workload, batch: Any = None, sequence: Any = None) -> list[cost.Unit]:
-        """Return the sizes of every unit; ``batch`` and ``sequence`` may be symbols in place of the workload's."""
+        """Return the sizes of every unit; ``batch`` and ``sequence`` may be symbols in place of the workload's.
+
+        They are the same for every way to train, and made once.
+        """
+        key = (mesh, workload, batch or workload.batch, sequence or workload.sequence)
+        if key not in self._units:
+            self._units[key] = self._made(*key)
+        return self._units[key]
+
+    def _made(self, mesh: Mesh, workload: Workload, batch: Any, sequence: Any) -> list[cost.Unit]:
         known: dict[tuple[int, int, int], cost.Unit] = {}
         found = []
         for unit in self.profile.units:
             key = (id(unit.kept), id(unit.flops), id(unit.weights))
             if key not in known:
-                known[key] = self._unit(unit, mesh, workload, batch or workload.batch, sequence or workload.sequence)
+                known[key] = self._unit(unit, mesh, workload, batch, sequence)
             found.append(replace(known[key], name=unit.module))
         return found
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.cluster import Cluster
 from autoshard.dtypes import dtype_bytes
-from autoshard.ir import Traced
 from autoshard.passes.choose_mesh import Asked
+from autoshard.passes.homes import Homes
 from autoshard.passes.price import Price, Pricing
 from autoshard.passes.profile import profile
 from autoshard.passes.states import Placed
 from autoshard.passes.traffic import activations
-from autoshard.passes.weights import main_dtype
 from autoshard.plans import Workload
 
 
@@ -25,14 +24,14 @@ class Pricer:
     Attributes:
         place: returns the placed cuts for a tp degree.
         along: returns the same with the sequence cut between regions, as far as the graph allows.
-        units: names of the FSDP units' modules, innermost first, the root last.
+        homes: the ops of the FSDP units.
         workload: what a step computes.
         cluster: the devices.
     """
 
     place: Callable[[int], Placed]
     along: Callable[[Placed], Placed]
-    units: tuple[str, ...]
+    homes: Homes
     workload: Workload
     cluster: Cluster
     _known: dict[tuple[int, bool], Pricing] = field(default_factory=dict, compare=False, repr=False)
@@ -49,7 +48,7 @@ class Pricer:
 
     def under(self, workload: Workload, cluster: Cluster) -> Pricer:
         """Return what prices the same model under another workload or on other devices."""
-        return Pricer(self.place, self.along, self.units, workload, cluster)
+        return Pricer(self.place, self.along, self.homes, workload, cluster)
 
     def useful(self, tp: int) -> bool:
         """Whether anything can be cut over a degree."""
@@ -69,22 +68,9 @@ class Pricer:
 
     def made(self, placed: Placed) -> Pricing:
         """Return what pricing needs to know of placed cuts."""
-        traced = placed.chosen.factored.traced
-        main = main_dtype(traced)
-        found = profile(placed, self.units, blocks(traced, self.units), self.workload)
-        sent = activations(placed, found, main, self.workload)
-        return Pricing(placed.chosen.degree, found, sent, _buffer_bytes(placed), main, self.cluster)
-
-
-def blocks(traced: Traced, units: tuple[str, ...]) -> frozenset[str]:
-    """Return the units that checkpointing recomputes: the outermost ones with modules inside."""
-    around = {call.fqn.rpartition(".")[0] for call in traced.calls}
-    inside = {".".join(fqn.split(".")[: i + 1]) for fqn in around for i in range(fqn.count(".") + 1)}
-    found: list[str] = []
-    for unit in sorted((u for u in units if u), key=lambda u: u.count(".")):
-        if unit in inside and not any(unit.startswith(outer + ".") for outer in found):
-            found.append(unit)
-    return frozenset(found)
+        found = profile(placed, self.homes, self.workload)
+        sent = activations(placed, found, self.homes.main, self.workload)
+        return Pricing(placed.chosen.degree, found, sent, _buffer_bytes(placed), self.homes.main, self.cluster)
 
 
 def _buffer_bytes(placed: Placed) -> int:

@@ -48,9 +48,11 @@ def select(cuts: Sequence[Candidate], index: Occurrences, degree: int) -> list[i
                 seen.update(component)
                 chosen += _best(sorted(component), cuts, among)
     gathered = [i for i, cut in enumerate(cuts) if cut.gathered]
+    met = {j for i in chosen for j in meets[i]}
     for i in sorted(gathered, key=lambda i: (-cuts[i].saved_bytes, i)):
-        if not any(j in meets[i] for j in chosen):
+        if i not in met:
             chosen.append(i)
+            met |= meets[i]
     return sorted(chosen)
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import nn
 
 from autoshard.ir import Call
+from autoshard.passes.draws import draw_homes
 from autoshard.passes.factors import Factor, find
 from autoshard.passes.leaks import Leaks, Seen
+from autoshard.passes.readers import Readers
 from autoshard.passes.states import Conversion, Placed, Stretches
 from autoshard.passes.stretch import Finder, Found
 
@@ -33,41 +36,85 @@ class Sequence:
     """
 
     in_training: Mapping[str, int] = field(default_factory=dict)
+    _searches: list[_Search] = field(default_factory=list, compare=False, repr=False)
 
     def run(self, model: nn.Module, placed: Placed) -> Placed:
         """Return the placed cuts with stretches along the sequence; with none, and the reason, where there are none."""
-        return self._search(placed, model)
+        search = self._search_of(placed)
+        return placed if search is None else _along(placed, _shrunk(search, placed, model))
 
     def hope(self, placed: Placed) -> Placed:
         """Return what ``run`` does where the code reads no size of the sequence: for a price, never to apply."""
-        return self._search(placed, None)
+        search = self._search_of(placed)
+        return placed if search is None else _along(placed, search.hoped)
 
-    def _search(self, placed: Placed, model: nn.Module | None) -> Placed:
-        sequences = _sequences(placed)
+    def _search_of(self, placed: Placed) -> _Search | None:
+        """Return the search of placed cuts: one for all degrees that place the same, for their prices and the plan."""
         if placed.chosen.degree == 1 or not placed.chosen.cuts:
-            return placed
-        if not sequences:
-            return _given_up(placed, ["no argument of the model is a sequence"])
-        finders = [Finder(placed, one, self.in_training) for one in sequences]
-        banned: frozenset[Seen] = frozenset()
-        notes: dict[str, None] = {}
-        for _ in range(_ROUNDS):
-            found = [finder.run(banned) for finder in finders]
-            torn = _torn_calls(placed, found)
-            if torn:
-                banned |= torn
-                continue
-            if not any(one.dims for one in found):
-                notes.setdefault("nothing between two regions works on each position alone")
-                return _given_up(placed, notes)
-            dims = {value: dim for one in found for value, dim in one.dims.items()}
-            conversions = [c for one in found for c in one.conversions]
-            leak = None if model is None else Leaks(placed, dims, conversions, sequences).run(model)
-            if leak is None:
-                return _cut(placed, sequences, found, notes)
-            notes.setdefault(f"the code reads a size of the sequence ({leak.where or 'it takes another path'})")
-            banned |= leak.values
-        return _given_up(placed, notes)
+            return None
+        known = next((search for search in self._searches if search.suits(placed)), None)
+        if known is None:
+            known = _Search(placed, self.in_training)
+            self._searches.append(known)
+        return known
+
+
+class _Search:
+    """Looks for stretches of placed cuts along every sequence of the model, and remembers what it found."""
+
+    def __init__(self, placed: Placed, in_training: Mapping[str, int]) -> None:
+        self.placed = placed
+        self.sequences = _sequences(placed)
+        readers, drawing = Readers(placed), draw_homes(placed.chosen.factored.traced, in_training)
+        self.finders = [Finder(placed, one, readers, drawing) for one in self.sequences]
+        self.known: dict[frozenset[Seen], list[Found]] = {}
+
+    def suits(self, placed: Placed) -> bool:
+        """Whether it would find the same of other placed cuts: a finder reads no degree."""
+        mine = self.placed
+        return (mine.states, mine.conversions, mine.logits) == (placed.states, placed.conversions, placed.logits)
+
+    def run(self, banned: frozenset[Seen]) -> list[Found]:
+        """Return the stretches along each sequence without some values."""
+        if banned not in self.known:
+            self.known[banned] = [finder.run(banned) for finder in self.finders]
+        return self.known[banned]
+
+    @cached_property
+    def hoped(self) -> Stretches:
+        """The stretches where the code reads no size of the sequence."""
+        return _shrunk(self, self.placed, None)
+
+
+def _shrunk(search: _Search, placed: Placed, model: nn.Module | None) -> Stretches:
+    """Return the largest stretches that the code of a model follows; of any code that reads no size, without one."""
+    if not search.sequences:
+        return _given_up(["no argument of the model is a sequence"])
+    banned: frozenset[Seen] = frozenset()
+    notes: dict[str, None] = {}
+    for _ in range(_ROUNDS):
+        found = search.run(banned)
+        torn = _torn_calls(placed, found)
+        if torn:
+            banned |= torn
+            continue
+        if not any(one.dims for one in found):
+            notes.setdefault("nothing between two regions works on each position alone")
+            return _given_up(notes)
+        dims = {value: dim for one in found for value, dim in one.dims.items()}
+        conversions = [c for one in found for c in one.conversions]
+        leak = None if model is None else Leaks(placed, dims, conversions, search.sequences).run(model)
+        if leak is None:
+            return _cut(placed, search.sequences, found, notes)
+        notes.setdefault(f"the code reads a size of the sequence ({leak.where or 'it takes another path'})")
+        banned |= leak.values
+    return _given_up(notes)
+
+
+def _along(placed: Placed, stretches: Stretches) -> Placed:
+    """Return the placed cuts with the stretches, on which parameters have partial gradients."""
+    sums = {**placed.grad_sums, **dict.fromkeys(sorted(stretches.parameters), _WHY)}
+    return replace(placed, grad_sums=sums, sequence=stretches)
 
 
 def _sequences(placed: Placed) -> list[Factor]:
@@ -96,19 +143,19 @@ def _torn_calls(placed: Placed, found: list[Found]) -> frozenset[Seen]:
     return frozenset(value for fqn in torn for value in values[fqn])
 
 
-def _given_up(placed: Placed, notes: Mapping[str, None] | list[str]) -> Placed:
+def _given_up(notes: Mapping[str, None] | list[str]) -> Stretches:
     text = "; ".join(notes)
-    return replace(placed, sequence=Stretches(notes=(f"the sequence stays whole between regions: {text}",)))
+    return Stretches(notes=(f"the sequence stays whole between regions: {text}",))
 
 
-def _cut(placed: Placed, sequences: list[Factor], found: list[Found], notes: Mapping[str, None]) -> Placed:
+def _cut(placed: Placed, sequences: list[Factor], found: list[Found], notes: Mapping[str, None]) -> Stretches:
     parameters = frozenset(fqn for one in found for fqn in one.parameters)
     conversions = _shared(c for one in found for c in one.conversions)
     dims = {value: dim for one in found for value, dim in one.dims.items()}
     arguments = _arguments(placed, [s for s, one in zip(sequences, found, strict=True) if one.dims])
     if not arguments:
-        return _given_up(placed, ["the model is given it in no argument of its own"])
-    stretches = Stretches(
+        return _given_up(["the model is given it in no argument of its own"])
+    return Stretches(
         dims,
         conversions,
         _returns(placed, dims, conversions),
@@ -116,8 +163,6 @@ def _cut(placed: Placed, sequences: list[Factor], found: list[Found], notes: Map
         arguments,
         tuple(f"a part of the sequence's way between regions is left whole: {note}" for note in notes),
     )
-    sums = {**placed.grad_sums, **dict.fromkeys(sorted(parameters), _WHY)}
-    return replace(placed, grad_sums=sums, sequence=stretches)
 
 
 def _shared(conversions: object) -> tuple[Conversion, ...]:
@@ -154,11 +199,11 @@ def _returns(placed: Placed, dims: Mapping[str, int], conversions: tuple[Convers
     for one in reversed(traced.calls):
         takers |= dict.fromkeys(one.inputs.values(), one)
     for op in traced.ops:
-        whole = f"S({dims.get(op.name)})->R"
-        answers = (calls[number] for number in reversed(op.calls) if op.name in calls[number].outputs.values())
-        call = next(answers, None)
         if op.name not in dims:
             continue
+        whole = f"S({dims[op.name]})->R"
+        answers = (calls[number] for number in reversed(op.calls) if op.name in calls[number].outputs.values())
+        call = next(answers, None)
         if call is not None:
             paths = [path for path, value in call.outputs.items() if value == op.name]
             found[call.fqn] |= {f"returns:{path}": whole for path in paths if (call.id, path) not in ends}

@@ -43,9 +43,10 @@ def uncalled(model: nn.Module, traced: Traced) -> dict[str, str]:
             like.setdefault(_classes(module), name)
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        home = name.rpartition(".")[0]
+        if name in called or name.rpartition(".")[0] not in called:
+            continue
         own = {f"{name}.{path}" for path, _ in module.named_parameters()}
-        if name in called or home not in called or not own or own & used:
+        if not own or own & used:
             continue
         other = like.get(_classes(module))
         if other is not None and not any(name.startswith(one + ".") for one in found):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Op
 from autoshard.passes.along import Along
-from autoshard.passes.draws import draw_homes
 from autoshard.passes.factors import Factor
 from autoshard.passes.readers import Readers
 from autoshard.passes.rules import SHAPED
@@ -46,12 +45,14 @@ class Finder:
     Attributes:
         placed: the plan with a whole sequence.
         sequence: the extent.
-        in_training: how often the own code of a module was heard to draw random numbers in training.
+        parameters: what ops work with.
+        drawing: the ops that draw random numbers, or may in training, by name of the module whose own code they are in.
     """
 
     placed: Placed
     sequence: Factor
-    in_training: Mapping[str, int] = field(default_factory=dict)
+    parameters: Readers
+    drawing: Mapping[str, list[Op]]
     members: set[str] = field(default_factory=set)
     sources: dict[str, Conversion] = field(default_factory=dict)
     banned: frozenset[str | tuple[int, str]] = frozenset()
@@ -69,8 +70,6 @@ class Finder:
         self.taken = {(c.call, c.side, c.path) for c in placed.conversions}
         for c in placed.conversions:
             (self.entries if c.kind == "R->V" else self.others)[c.value].append(c)
-        self.parameters = Readers(placed)
-        self.homes = draw_homes(self.traced, self.in_training)
 
     def run(self, banned: frozenset[str | tuple[int, str]]) -> Found:
         """Return the stretches without some values: cut nowhere, or, as ``(call, value)``, not where they enter it."""
@@ -168,7 +167,7 @@ class Finder:
     def _torn_draws(self) -> set[str]:
         """Return members that draw random numbers in code that draws for something else too."""
         out: set[str] = set()
-        for ops in self.homes.values():
+        for ops in self.drawing.values():
             mine = {op.name for op in ops} & self.members
             if mine and len(mine) < len(ops):
                 out |= mine

@@ -43,8 +43,10 @@ def _outermost(model: nn.Module, traced: Traced) -> Iterator[str]:
     known = {call.fqn for call in traced.calls}
     found: list[str] = []
     for name, module in model.named_modules():
+        if not name or name in known or _inside(name, found):
+            continue
         own = {id(p) for p in module.parameters()}
-        if not name or not own or own & used or name in known or _inside(name, found):
+        if not own or own & used:
             continue
         if not _inside(name, [part.fqn for part in traced.untraced]):
             found.append(name)

@@ -262,6 +262,8 @@ def _same_output(call: Call, value: str, other: Call) -> str:
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if value is None or isinstance(value, (str, int, float)):
+        return value  # first, as most arguments are such: to ask for a mapping is slow
     if isinstance(value, Ref):
         return Ref(names.get(value.name, value.name))
     if isinstance(value, Mapping):

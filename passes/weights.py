@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from sympy.polys.rings import PolyElement
 
 from autoshard.dtypes import dtype_bytes
-from autoshard.ir import Tensor, Traced
+from autoshard.ir import Meta, Tensor, Traced
 from autoshard.passes.extents import RING, U
+from autoshard.passes.occurrence import Division
 from autoshard.passes.states import Placed
 from autoshard.plans import Workload
 
@@ -93,31 +95,30 @@ def main_dtype(traced: Traced) -> str:
 def weights(placed: Placed, units: Sequence[str]) -> dict[str, tuple[Weight, ...]]:
     """Return every unit's parameters, each once; units that hold the same have one tuple, so that its id is a key."""
     parameters = {p.fqn: p for p in placed.chosen.factored.traced.parameters}
+    divisions, summed = placed.chosen.divisions, {*placed.grad_sums, *placed.sequence.parameters}
+    weight = cache(_weight)  # blocks that repeat hold equal ones
     known: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
     found = {}
     for unit, fqns in zip(units, members(units, parameters.values()), strict=True):
-        held = tuple(_weight(placed, parameters[fqn]) for fqn in fqns)
+        tensors = (parameters[fqn] for fqn in fqns)
+        held = tuple(weight(t.meta, t.trainable, divisions.get(t.fqn), t.fqn in summed) for t in tensors)
         found[unit] = known.setdefault(held, held)
     return found
 
 
-def _weight(placed: Placed, tensor: Tensor) -> Weight:
-    division = placed.chosen.divisions.get(tensor.fqn)
-    held = division if division is not None and not division.mixed else None
-    shape = list(tensor.meta.shape)
-    elements = RING(tensor.meta.numel)
-    if held is not None:
-        shape[held.dim] //= placed.chosen.degree
-        elements = elements * U
+def _weight(meta: Meta, trainable: bool, division: Division | None, partial: bool) -> Weight:
+    """Return a parameter; ``partial`` says that its gradient is, though it is whole or cut."""
+    shape = list(meta.shape)
+    elements = RING(meta.numel)
     mixed = division is not None and division.mixed
-    partial = tensor.fqn in placed.grad_sums or tensor.fqn in placed.sequence.parameters
-    summed = tensor.trainable and (mixed or partial)
-    rows = shape[0] if shape else 1
+    if division is not None and not mixed:
+        shape[division.dim] //= division.degree
+        elements = elements * U
     return Weight(
-        rows,
+        shape[0] if shape else 1,
         math.prod(shape[1:]),
-        tensor.meta.dtype,
-        tensor.trainable,
-        tensor.meta.numel if summed else 0,
+        meta.dtype,
+        trainable,
+        meta.numel if trainable and (mixed or partial) else 0,
         elements,
     )
