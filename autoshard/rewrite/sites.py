@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.rewrite.functions import innermost, method, named
+from autoshard.rewrite.given import is_function, operands, parameters
 from autoshard.rewrite.source import NoSource, Source, source_of, unparsed
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
@@ -54,15 +56,20 @@ class Site:
     """A call in a function that one module can have its own copy of.
 
     Attributes:
-        node: the call, or the subscript.
+        node: the call, the subscript, or the operator with its two operands.
         is_function: whether the call names a function of a module or class: then it is given the tensor as well.
+        operands: those of an operator, in the order in which torch is given them; none where that is not clear.
+        parameters: those of a function written in Python that hands itself over with other arguments by name than it
+            was given, ``F.layer_norm`` for one; none of other calls.
     """
 
     module: str
     function: str
     file: str
-    node: ast.Call | ast.Subscript
+    node: ast.Call | ast.Subscript | ast.BinOp
     is_function: bool
+    operands: tuple[ast.expr, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def written(self, count: int, path: tuple[Any, ...]) -> Written | None:
         """Return how an argument is written, or None where that is not clear.
@@ -83,6 +90,13 @@ class Site:
     def _argument(self, count: int, place: int | str) -> Any:
         if isinstance(self.node, ast.Subscript):
             return _bound(self.node.slice, str(place))
+        if isinstance(self.node, ast.BinOp):
+            return next((one for number, one in enumerate(self.operands) if number == place), None)
+        if self.parameters and not any(isinstance(one, ast.Starred) for one in self.node.args):
+            name = self.parameters[place] if isinstance(place, int) and place < len(self.parameters) else place
+            given = dict(zip(self.parameters, self.node.args, strict=False))
+            given |= {k.arg: k.value for k in self.node.keywords if k.arg is not None}
+            return given.get(str(name))
         if isinstance(place, str):
             return next((k.value for k in self.node.keywords if k.arg == place), None)
         skipped = 0 if self.is_function else 1
@@ -163,7 +177,15 @@ class Sites:
             self.known[key] = (
                 None
                 if node is None or name is None
-                else Site(name, " > ".join(chain), function.__code__.co_filename, node, _is_function(node, frame))
+                else Site(
+                    name,
+                    " > ".join(chain),
+                    function.__code__.co_filename,
+                    node,
+                    is_function(node, frame),
+                    operands(node, frame),
+                    parameters(node, frame),
+                )
             )
         return self.known[key]
 
@@ -241,12 +263,43 @@ def users_place() -> tuple[CodeType, int] | None:
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
-def _position(frame: FrameType) -> tuple[int, int] | None:
-    """Return where the running call ends: its start is not reliable where a chain of calls runs over lines."""
-    found = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-    if found is None or found[1] is None or found[3] is None:
+@dataclass(frozen=True)
+class _Place:
+    """Where the running instruction is written.
+
+    Attributes:
+        kinds: the kinds of expressions that it may run.
+        end: line and column.
+        start: the same; None for a call, whose start is not reliable where a chain of calls runs over lines.
+    """
+
+    kinds: tuple[type[ast.expr], ...]
+    end: tuple[int, int]
+    start: tuple[int, int] | None = None
+
+
+def _position(frame: FrameType) -> _Place | None:
+    """Return where the running instruction is written, if it is a call, a subscript or an operator of two operands."""
+    found = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    first, last, begin, final = found
+    if first is None or last is None or begin is None or final is None:
         return None
-    return found[1], found[3]
+    name = _opcode(frame)
+    # an operator may end with a call, ``x + f(y)``, and a call with an operator: the instruction says which it is
+    if "CALL" in name:
+        return _Place((ast.Call,), (last, final))
+    if "SUBSCR" in name or "SLICE" in name:
+        return _Place((ast.Subscript,), (last, final))
+    # newer Pythons run a subscript as an operator too
+    return _Place((ast.BinOp, ast.Subscript), (last, final), (first, begin)) if name == "BINARY_OP" else None
+
+
+def _opcode(frame: FrameType) -> str:
+    """Return the name of the running instruction; a frame that runs Python below may stand in the caches behind it."""
+    code, place = frame.f_code.co_code, frame.f_lasti
+    while place > 0 and dis.opname[code[place]] == "CACHE":
+        place -= 2
+    return dis.opname[code[place]]
 
 
 def _bodies(frame: FrameType) -> Iterator[FrameType]:
@@ -266,12 +319,15 @@ def _holds(outer: CodeType, inner: CodeType) -> bool:
     return bool(outer.co_flags & inspect.CO_OPTIMIZED) and any(const is inner for const in outer.co_consts)
 
 
-def _ending(source: Source, place: tuple[int, int] | None) -> Any:
-    """Return the call or subscript that ends at a place."""
+def _ending(source: Source, place: _Place | None) -> Any:
+    """Return the call, subscript or operator that is written at a place."""
     if place is None:
         return None
-    nodes = (n for n in source.nodes() if isinstance(n, (ast.Call, ast.Subscript)))
-    return next((n for n in nodes if (n.end_lineno, n.end_col_offset) == place), None)
+    for node in source.nodes():
+        starts = place.start in (None, (node.lineno, node.col_offset))
+        if starts and isinstance(node, place.kinds) and (node.end_lineno, node.end_col_offset) == place.end:
+            return node
+    return None
 
 
 def _called(node: Any, function: FunctionType) -> tuple[str, FunctionType] | None:
@@ -284,18 +340,3 @@ def _called(node: Any, function: FunctionType) -> tuple[str, FunctionType] | Non
         return None
     found = innermost(named(function, name))
     return None if found is None else (name, found)
-
-
-def _is_function(node: ast.Call | ast.Subscript, frame: FrameType) -> bool:
-    """Whether a call is written ``torch.view(x, ...)`` rather than ``x.view(...)``."""
-    if isinstance(node, ast.Subscript) or isinstance(node.func, ast.Name):
-        return True
-    steps: list[str] = []
-    inner: ast.expr = node.func
-    while isinstance(inner, ast.Attribute):
-        steps.append(inner.attr)
-        inner = inner.value
-    if not isinstance(inner, ast.Name):
-        return False
-    variables: Mapping[str, Any] = {**frame.f_globals, **frame.f_locals}
-    return isinstance(variables.get(inner.id), (ModuleType, type))
