@@ -94,6 +94,7 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
     results: dict[str, Text] = {}
     arguments: dict[tuple[str, str], Text] = {}
     twice: set[str] = set()
+    torn: set[tuple[str, str]] = set()
     for mark, site, operands, given in tracker.noted:
         made = tracker.names.get(mark)
         if made is None or made in {tracker.names.get(inner) for inner in operands}:
@@ -104,9 +105,12 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
         for inner, written in given:
             value = tracker.names.get(inner)
             if value is not None:
-                arguments[made, value] = written
+                if arguments.setdefault((made, value), written) != written:
+                    torn.add((made, value))  # given in two places, ``torch.mul(x, x)``: neither text is all of it
     for made in twice:
         results.pop(made)
+    for key in torn:
+        arguments.pop(key)
     straight = frozenset(fqn for fqn, module in model.named_modules(remove_duplicate=False) if is_straight(module))
     return Inside(results, arguments, traced.copies, straight)
 

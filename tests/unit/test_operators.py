@@ -114,6 +114,18 @@ class Squared(Weights):
         return x + (y @ self.up).relu() @ self.down
 
 
+class SquaredByACall(Weights):
+    """The same by a function: the tensor is given in two places of one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(torch.mul(x, x).mean(-1, keepdim=True) + 1e-6) * self.scale
+        return x.tanh() + torch.matmul(torch.matmul(y, self.up).relu(), self.down)
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_weights_between_operators_are_cut_and_exact(name: str, tp: int) -> None:
@@ -138,7 +150,8 @@ def test_each_conversion_at_an_operator_is_needed(name: str, kind: str) -> None:
     assert not autoshard.verify(model, spoiled, example_inputs=X).ok
 
 
-def test_a_tensor_taken_twice_is_not_converted_once() -> None:
-    model = Squared()
+@pytest.mark.parametrize("kind", [Squared, SquaredByACall])
+def test_a_tensor_taken_twice_is_not_converted_once(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(24, 24), nn.Softmax(-1), kind())
     plan = autoshard.plan(model, world=2, tp=2, example_inputs=X)
     assert autoshard.verify(model, plan, example_inputs=X).ok
