@@ -67,7 +67,7 @@ def trained(name: str, data: dict[str, Any], length: int = 7, checkpointing: str
                 got = token_mean(_loss_sum(answer, mine), (mine != IGNORED).sum(), model)
                 got.backward()
             errors[f"{step} loss"] = float(abs(got.detach() - want.detach()) / want.detach())
-            for fqn, error in _gradients(reference, model).items():
+            for fqn, error in gradient_errors(reference, model).items():
                 errors[f"{step} {fqn}"] = error
             with torch.no_grad():
                 for number, (one, whole) in enumerate(
@@ -84,7 +84,8 @@ def _stays_cut(logits: Tensor, plan: Any) -> bool:
     return cut and logits.to_local().shape[-1] * plan.mesh.tp == logits.shape[-1]
 
 
-def _gradients(reference: nn.Module, model: nn.Module) -> dict[str, float]:
+def gradient_errors(reference: nn.Module, model: nn.Module) -> dict[str, float]:
+    """Errors of the gradients of a sharded model, by name, relative to those of one process."""
     gots = full_gradients(model)
     wants = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False)}
     scale = max(float(g.abs().max()) for g in wants.values() if g is not None)
@@ -107,12 +108,12 @@ def plain(data: dict[str, Any]) -> dict[str, float]:
         with loss_parallel():
             got = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
             got.backward()
-        errors = {"loss": abs(got.item() - want.item()), **_gradients(reference, model)}
+        errors = {"loss": abs(got.item() - want.item()), **gradient_errors(reference, model)}
         for one in (reference, model):
             one.zero_grad()
         reference(ids).pow(2).mean().backward()
         model(ids).full_tensor().pow(2).mean().backward()
-        return errors | {f"whole {fqn}": error for fqn, error in _gradients(reference, model).items()}
+        return errors | {f"whole {fqn}": error for fqn, error in gradient_errors(reference, model).items()}
 
 
 def narrow(cut: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
@@ -158,7 +159,7 @@ def labelled(data: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             evaluated = model(ids, labels=labels).loss
         errors = {"loss": abs(got.item() - want.item()), "evaluated": abs(evaluated.item() - want.item())}
-        return {"errors": errors | _gradients(reference, model), "said": said}
+        return {"errors": errors | gradient_errors(reference, model), "said": said}
 
 
 def generated(data: dict[str, Any]) -> tuple[list[int], list[int]]:

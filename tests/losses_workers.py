@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from logits_workers import gradient_errors
 from losses_models import batch, call, loss_of, make
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,7 +44,7 @@ def trained(name: str, data: dict[str, Any], checkpointing: str = "none") -> dic
             for mode, answer in (("", got), (" without gradients", still)):
                 for path, (one, want) in enumerate(zip(_tensors(answer), _tensors(wants[mine]), strict=True)):
                     errors[f"{step} result {path}{mode}"] = _error(one, want, plan.cuts_logits and not mode)
-            for fqn, error in _gradients(reference, model).items():
+            for fqn, error in gradient_errors(reference, model).items():
                 errors[f"{step} {fqn}"] = error
         return errors
 
@@ -61,18 +62,6 @@ def _error(got: Tensor, want: Tensor, may_be_cut: bool) -> float:
     return float((whole.detach() - want.detach()).abs().max())
 
 
-def _gradients(reference: nn.Module, model: nn.Module) -> dict[str, float]:
-    gots = full_gradients(model)
-    wants = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False)}
-    scale = max(float(g.abs().max()) for g in wants.values() if g is not None)
-    found = {}
-    for fqn, want in wants.items():
-        got = gots[fqn]
-        assert want is not None and got is not None, fqn
-        found[fqn] = float((got - want).abs().max() / (want.abs().max() + 1e-6 * scale))
-    return found
-
-
 def unlabelled(name: str, data: dict[str, Any]) -> dict[str, float]:
     """Errors of the whole logits that a model returns, with gradients, that was planned with labels and given none."""
     with Double():
@@ -84,7 +73,7 @@ def unlabelled(name: str, data: dict[str, Any]) -> dict[str, float]:
         assert type(got) is Tensor
         for one in (want, got):
             one.square().mean().backward()
-        return {"logits": float((got - want).detach().abs().max()), **_gradients(reference, model)}
+        return {"logits": float((got - want).detach().abs().max()), **gradient_errors(reference, model)}
 
 
 def narrow(cut: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
@@ -95,7 +84,7 @@ def narrow(cut: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
         loss = model(**batch(make("llama"))).loss
         loss.backward()
         losses.append(float(loss.detach()))
-        gradients.append(full_gradients(model))
+        gradients.append(fullgradient_errors(model))
     errors = {"loss": abs(losses[1] - losses[0])}
     scale = max(float(g.abs().max()) for g in gradients[0].values() if g is not None)
     for fqn, want in gradients[0].items():
