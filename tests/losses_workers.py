@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from logits_workers import gradient_errors
 from losses_models import batch, call, loss_of, make
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoshard.api import parallelize
@@ -84,7 +84,7 @@ def narrow(cut: dict[str, Any], whole: dict[str, Any]) -> dict[str, float]:
         loss = model(**batch(make("llama"))).loss
         loss.backward()
         losses.append(float(loss.detach()))
-        gradients.append(fullgradient_errors(model))
+        gradients.append(full_gradients(model))
     errors = {"loss": abs(losses[1] - losses[0])}
     scale = max(float(g.abs().max()) for g in gradients[0].values() if g is not None)
     for fqn, want in gradients[0].items():
