@@ -18,8 +18,24 @@ _ZEROS = frozenset(["aten.zeros", "aten.zeros_like", "aten.new_zeros"])
 _ZEROING = frozenset(["aten.zero_", "aten.mul_", "aten.div_"])
 
 
+class UsedBothWays(Refused):
+    """A parameter is used on whole values and in regions: its gradient is whole along some edges, partial along others.
+
+    Attributes:
+        value: the parameter's value in the graph.
+    """
+
+    def __init__(self, op: Op, value: str, fqn: str) -> None:
+        super().__init__(op, f"{fqn} is used both on whole values and on the ranks' shares")
+        self.value = value
+
+
 class Flow:
     """The graph with the states that chosen cuts give its values.
+
+    Args:
+        chosen: the cuts.
+        entering: values of parameters that enter regions by conversions, as activations do.
 
     Attributes:
         states: per value.
@@ -30,8 +46,9 @@ class Flow:
         made: the states that ops left values in which were made whole behind them.
     """
 
-    def __init__(self, chosen: Chosen) -> None:
+    def __init__(self, chosen: Chosen, entering: frozenset[str] = frozenset()) -> None:
         self.chosen = chosen
+        self.entering = entering
         self.factored = chosen.factored
         self.traced = chosen.factored.traced
         self.live = {place for cut in chosen.cuts for place in cut.touched}
@@ -71,7 +88,7 @@ class Flow:
             self.states[source.name] = State.S if cut else State.R
             is_float = source.meta is not None and source.meta.is_float
             self.trainable[source.name] = is_float and (source.trainable or source.kind == "input")
-            if source.kind != "input":
+            if source.kind != "input" and source.name not in self.entering:
                 self.weights.add(source.name)
             if source.kind == "parameter":
                 self._bias_of[source.name] = source.fqn
@@ -253,16 +270,19 @@ class Flow:
         """Return the whole parameters all of whose uses are in regions, with the reason.
 
         Raises:
-            Refused: one is used on whole values too, or a bias of a partial sum elsewhere.
+            UsedBothWays: one is used on whole values too.
+            Refused: one is a bias of a partial sum, and used elsewhere.
         """
         found: dict[str, str] = {}
         for value, fqn in self.parameter_of.items():
             if fqn in self.first_rank:
                 self._check_first_rank(value, fqn)
                 continue
+            if value in self.entering:
+                continue
             inside, outside = self._uses(value)
             if inside and outside:
-                raise Refused(inside[0], f"{fqn} is used both on whole values and on the ranks' shares")
+                raise UsedBothWays(inside[0], value, fqn)
             if inside:
                 where = f" ({inside[0].where})" if inside[0].where else ""
                 found[fqn] = f"it works on each rank's share, so its gradient is partial{where}"

@@ -104,9 +104,8 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
         results[made] = _text(site.module, site.function, site.file, site.node)
         for inner, written in given:
             value = tracker.names.get(inner)
-            if value is not None:
-                if arguments.setdefault((made, value), written) != written:
-                    torn.add((made, value))  # given in two places, ``torch.mul(x, x)``: neither text is all of it
+            if value is not None and arguments.setdefault((made, value), written) != written:
+                torn.add((made, value))  # given in two places, ``torch.mul(x, x)``: neither text is all of it
     for made in twice:
         results.pop(made)
     for key in torn:

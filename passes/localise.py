@@ -7,7 +7,7 @@ line of the user's code; the cuts it touches are sent back with that line. Chang
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from autoshard.passes.factors import count
 from autoshard.passes.literals import numbers_of, wrong_number
 from autoshard.passes.rules import Literal
 from autoshard.passes.states import Placed
-from autoshard.passes.trace import Trace
+from autoshard.passes.trace import Stopped, Trace
 from autoshard.paths import split, update
 from autoshard.plans import Refusal
 from autoshard.rewrite.pickled import install
@@ -122,13 +122,43 @@ def _stand_in(degree: int, kind: str, value: Tensor, share: str | None = None) -
 
 
 def _blame_line(placed: Placed, error: TraceError) -> dict[str, Refusal]:
-    """Send back the cuts that the failing line works on; all of them where the line is not in the graph."""
-    where = error.at or ""
-    ops = [op for op in placed.chosen.factored.traced.ops if where and op.where == where]
-    names = {name for op in ops for name in [op.name, *op.refs()]}
-    cuts = [cut for cut in placed.chosen.cuts if any(value in names for value, _ in cut.touched)]
+    """Send back the cuts that the failing line works on; all of them where nothing is known of it.
+
+    A graph knows the lines of forwards. What fails in a function that a forward calls is at the forward's line.
+    """
+    stop = error.__cause__
+    module = stop.module if isinstance(stop, Stopped) else ""
+    places = [error.at or "", *(stop.places if isinstance(stop, Stopped) else ())]
     why = f"the code has a literal size that does not follow the cut ({error.got})"
-    return {cut.key: Refusal(next(iter(cut.divisions)), where, why) for cut in cuts or placed.chosen.cuts}
+    cuts = next(filter(None, (_at(placed, place, module) for place in places)), None)
+    return {
+        cut.key: Refusal(next(iter(cut.divisions)), error.at or "", why)
+        for cut in cuts or _within(placed, module) or placed.chosen.cuts
+    }
+
+
+def _at(placed: Placed, place: str, module: str) -> list[Cut]:
+    """Return the cuts that a line works on in a module, and in those where it has the same shapes to work on.
+
+    In every module where the line is not one of that module's: it is the code's that calls it.
+    """
+    ops = [op for op in placed.chosen.factored.traced.ops if place and op.where == place]
+    here = {_made(placed, op) for op in ops if op.module == module}
+    return _working(placed, [op for op in ops if not here or _made(placed, op) in here])
+
+
+def _within(placed: Placed, module: str) -> list[Cut]:
+    return _working(placed, [op for op in placed.chosen.factored.traced.ops if module and op.module == module])
+
+
+def _working(placed: Placed, ops: Sequence[Op]) -> list[Cut]:
+    names = {name for op in ops for name in [op.name, *op.refs()]}
+    return [cut for cut in placed.chosen.cuts if any(value in names for value, _ in cut.touched)]
+
+
+def _made(placed: Placed, op: Op) -> tuple[Any, ...]:
+    """Return what an op makes, and of that what a rank has."""
+    return op.target, tuple(_metas(op)), tuple(_local_shapes(placed, op))
 
 
 def _compare(placed: Placed, expected: Traced, got: Traced) -> dict[str, Refusal]:

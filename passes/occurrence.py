@@ -25,6 +25,8 @@ from autoshard.passes.factors import (
     whole_cut,
 )
 
+#: The kind of a sum or mean whose result nothing takes, such as averaged attention weights that are not asked for.
+UNUSED = "unused"
 IS_INPUT, IS_CONSTANT = "an input of the model has it", "a constant tensor in the code has it"
 
 
@@ -100,12 +102,22 @@ class Occurrences:
                 self.users[name].append(op)
         self.contracted: dict[Factor, list[tuple[str, Factor, str]]] = defaultdict(list)
         self.contracting: dict[str, list[tuple[Factor, str]]] = defaultdict(list)
+        used = self._used()
         for item in factored.contractions:
             self.contracting[item.op].append((item.factor, item.kind))
+            kind = UNUSED if item.kind in ("sum", "mean") and item.op not in used else item.kind
             for leaf in dict.fromkeys(leaves(item.factor)):
-                self.contracted[leaf].append((item.op, item.factor, item.kind))
+                self.contracted[leaf].append((item.op, item.factor, kind))
         self._escapes: dict[Factor, list[Block]] = defaultdict(list)
         self._find_escapes()
+
+    def _used(self) -> set[str]:
+        """Return the values that what the model returns, or keeps, is made of."""
+        used = {output.value for output in self.factored.traced.outputs}
+        for op in reversed(self.factored.traced.ops):
+            if op.name in used or op.mutates:
+                used.update((op.name, *op.refs()))
+        return used
 
     def _find_escapes(self) -> None:
         """Note leaves that an input, an output or a constant of the model holds: those stay whole."""

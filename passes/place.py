@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autoshard.passes.boundary import Boundaries
 from autoshard.passes.cut import Chosen, Cut
-from autoshard.passes.flow import Flow, agree_over_sites
+from autoshard.passes.flow import Flow, UsedBothWays, agree_over_sites
 from autoshard.passes.inside import Inside
 from autoshard.passes.states import Conversion, Placed, Refused, State
 from autoshard.plans import Refusal
@@ -38,13 +38,17 @@ class Place:
             return Placed(chosen, dict.fromkeys(values, State.R), (), {}, frozenset(), {})
         texts: Inside | None = None
         exits: frozenset[str] = frozenset()
+        both: dict[str, UsedBothWays] = {}
         while True:
-            flow = Flow(chosen)
+            flow = Flow(chosen, frozenset(both))
             boundaries = Boundaries(flow, texts, exits)
             try:
                 sums = _walk(flow, boundaries)
                 agree_over_sites(flow)
             except Refused as refusal:
+                if isinstance(refusal, UsedBothWays):
+                    both[refusal.value] = refusal
+                    continue
                 if texts is None and self.texts is not None and (refusal.inside or refusal.sums):
                     texts = self.texts()
                     continue
@@ -52,6 +56,8 @@ class Place:
                 if more:
                     exits |= more
                     continue
+                # where such a parameter can enter nowhere, that it has to says most
+                refusal = next((both[name] for name in refusal.op.refs() if name in both), refusal)
                 blamed = _touching(chosen, refusal.values) or list(chosen.cuts)
                 refused = {cut.key: Refusal(_first(cut), refusal.op.where, refusal.why) for cut in blamed}
                 return Placed(chosen, {}, (), {}, frozenset(), {}, refused)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
+from autoshard.ir import Meta
+from autoshard.passes.cut import Cut
 from autoshard.passes.factors import Factor, count, leaves
 from autoshard.passes.sizes import Attribute, Size, Sizes
 from autoshard.passes.states import Placed
 from autoshard.plans import Refusal
-from autoshard.rewrite.record import CallRewrite
+from autoshard.provenance import attributes
+from autoshard.rewrite.record import INFERRED, CallRewrite
 from autoshard.rewrite.sites import Written
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
+#: Ops that take one size of -1 and work it out from how many elements there are.
+_INFERS = frozenset(["aten.view", "aten.reshape", "aten._unsafe_view"])
 Place = tuple[str, str, str, int, str]
 
 
@@ -31,6 +36,9 @@ class Rewriting:
         given = self._leaves(s.name for s in traced.sources if s.kind == "input")
         # what is the same in every run: never a batch or a sequence
         self.held = self._leaves(p.value for p in traced.parameters if p.value) - given
+        self.ops = {op.name: op for op in traced.ops}
+        self.given = Counter(name for name, dim in {(s.value, s.use.dim) for s in sizes.sizes} if isinstance(dim, int))
+        self.inferred: set[str] = set()
         self.stuck: dict[str, Refusal] = {}
 
     def _leaves(self, values: Iterable[str]) -> set[Factor]:
@@ -72,7 +80,9 @@ class Rewriting:
             each = {self._text(size, text if item < 0 else f"{text}[{item}]") for size in uses}
             new = each.pop()
             if each or new is None:
-                return None
+                if not self._infer(uses):
+                    return None
+                new = INFERRED
             changed[item] = new
         return changed[-1] if -1 in changed else _sequence(text, changed, written)
 
@@ -85,18 +95,44 @@ class Rewriting:
         constant = size.extent is not None and all(leaf in self.held for leaf in leaves(size.extent))
         return str(size.needed) if constant or isinstance(tree, ast.Constant) else None
 
+    def _infer(self, uses: Iterable[Size]) -> bool:
+        """Whether torch can work a size out for itself, in every use: the code gives it all others, and we too."""
+        names = {size.value for size in uses}
+        if names & self.inferred or not all(map(self._has_all, names)):
+            return False
+        self.inferred |= names
+        return True
+
+    def _has_all(self, name: str) -> bool:
+        op = self.ops.get(name)
+        if op is None or op.target not in _INFERS or not isinstance(op.result, Meta):
+            return False
+        return self.given[name] == len(op.result.shape)
+
     def _stop(self, size: Size, why: str) -> None:
-        """Refuse the cuts of what a size counts."""
-        chosen = self.placed.chosen
-        op = next((op for op in chosen.factored.traced.ops if op.name == size.value), None)
+        """Refuse the cuts of what a size counts; where it is to be whole, those that its attributes are set for."""
+        op = self.ops.get(size.value)
         now = self.sizes.now(size.use.expression, self.settings)
         text = f"a size in the code does not follow the cut: {now}, needed {size.needed}; {why}"
+        for cut in self._cuts(size) or self._setting(size):
+            refusal = Refusal(next(iter(cut.divisions)), op.where if op else "", text)
+            self.stuck.setdefault(cut.key, refusal)
+
+    def _cuts(self, size: Size) -> list[Cut]:
         extents = [*self.sizes.extents(size.use.expression), *([size.extent] if size.extent is not None else [])]
-        for cut in chosen.cuts:
-            touched = any(value == size.value for value, _ in cut.touched)
-            if touched or any(count(extent, cut.leaves) for extent in extents):
-                refusal = Refusal(next(iter(cut.divisions)), op.where if op else "", text)
-                self.stuck.setdefault(cut.key, refusal)
+        return [
+            cut
+            for cut in self.placed.chosen.cuts
+            if any(value == size.value for value, _ in cut.touched)
+            or (not cut.gathered and any(count(extent, cut.leaves) for extent in extents))
+        ]
+
+    def _setting(self, size: Size) -> list[Cut]:
+        """Return the cuts of other sizes that are made of the same attributes, and are a rank's share."""
+        mine = set(attributes(size.use.expression)) & self.settings.keys()
+        others = (s for s in self.sizes.sizes if mine.intersection(attributes(s.use.expression)))
+        found = (cut for other in others if other.needed != other.use.value for cut in self._cuts(other))
+        return list({cut.key: cut for cut in found}.values())
 
 
 def _sequence(text: str, changed: Mapping[int, str], written: Written) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autoshard._torch import NO_VALUES, GraphRecorder
 from autoshard.calls import CallRecorder
 from autoshard.errors import AutoshardError, TraceError
-from autoshard.exported import GraphReader, containers_of, first_unread, user_place
+from autoshard.exported import GraphReader, containers_of, first_unread, user_place, user_places
 from autoshard.inputs import ExampleInputs, example_inputs
 from autoshard.ir import Traced, Untraced
 from autoshard.observed import fakes, observe
@@ -63,7 +63,8 @@ class Trace:
 
         Raises:
             InputsNotFound: no inputs were given and none could be made.
-            TraceError: the forward does not run, or what an earlier trace could follow cannot be followed any more.
+            TraceError: the forward does not run, or what an earlier trace could follow cannot be followed any more;
+                its cause is a ``Stopped`` that says where.
         """
         traced = self._run(model)
         missed = unreached(model, traced) if self._may_grow else None
@@ -159,14 +160,23 @@ class Stopped(Exception):
         module: the innermost module whose code it was, ``""`` where that is not known.
         error: what to raise where nothing helps.
         depends_on_values: whether the code asked for the value of a tensor.
+        places: the user's ``file:line`` of each frame on the way to what raised, the innermost first.
     """
 
-    def __init__(self, inputs: ExampleInputs, module: str, error: TraceError, depends_on_values: bool) -> None:
+    def __init__(
+        self,
+        inputs: ExampleInputs,
+        module: str,
+        error: TraceError,
+        depends_on_values: bool,
+        places: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(str(error))
         self.inputs = inputs
         self.module = module
         self.error = error
         self.depends_on_values = depends_on_values
+        self.places = places
 
 
 def _grown(model: nn.Module, stop: Stopped) -> Opaque | None:
@@ -225,7 +235,9 @@ def _trace(
         with torch.enable_grad(), quiet():
             exported = torch.export.export(flat, (args, kwargs), strict=False)
     except Exception as error:  # export lets any error of the user's forward through
-        raise Stopped(inputs, calls.open_call() or "", _trace_error(error), _depends_on_values(error)) from error
+        places = tuple(reversed(user_places("".join(traceback.format_tb(error.__traceback__)))))
+        module = calls.open_call() or ""
+        raise Stopped(inputs, module, _trace_error(error), _depends_on_values(error), places) from error
     finally:
         for handle in handles:
             handle.remove()

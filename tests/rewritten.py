@@ -168,6 +168,29 @@ class Repeated(Qkv):
         return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+class Single(Qkv):
+    """One head: q and k keep it whole, as it is summed over, and v is cut in it; one method shapes all three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = 1, WIDTH
+
+    def heads(self, t: Tensor) -> Tensor:
+        return t.view(t.shape[0], t.shape[1], self.n_head, self.n_embd // self.n_head).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(p(x)) for p in (self.q, self.k, self.v))
+        y = (q @ k.mT).softmax(-1) @ v
+        return self.o(y.transpose(1, 2).reshape(x.shape[0], -1, self.n_embd))  # type: ignore[no-any-return]
+
+
+class Counted(Single):
+    """The same, with the one size that torch can work out already spent."""
+
+    def heads(self, t: Tensor) -> Tensor:
+        return t.view(t.shape[0], -1, self.n_head, self.n_embd // self.n_head).transpose(1, 2)
+
+
 class Given(Qkv):
     """Two sequences in one call: which of them has a number is not known from the text."""
 

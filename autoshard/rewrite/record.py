@@ -9,6 +9,8 @@ from typing import Any
 
 #: The name that converts a value in a rewritten text: ``convert("R->V", x)``, and the name of a shared entry behind.
 CONVERT = "convert"
+#: The size that torch works out from how many elements there are.
+INFERRED = "-1"
 _ALLOWED = (ast.BinOp, ast.FloorDiv, ast.Tuple, ast.Starred, ast.Subscript, ast.Slice, ast.Load)
 
 
@@ -61,7 +63,7 @@ class CallRewrite:
         return self.where.rpartition(":")[0]
 
     def expression(self) -> ast.expr:
-        """Return ``after`` as a syntax tree: ``before``, or items of it, over a number; a number; or a conversion.
+        """Return ``after`` as a syntax tree: ``before``, or items of it, over a number; a number; -1; or a conversion.
 
         Raises:
             ValueError: it is anything else. A plan is data: what it makes a model run is bounded.
@@ -75,7 +77,7 @@ class CallRewrite:
         left: list[ast.AST] = [tree]
         while left:
             node = left.pop()
-            if isinstance(node, ast.expr) and ast.unparse(node) == self.before:
+            if isinstance(node, ast.expr) and ast.unparse(node) in (self.before, INFERRED):
                 continue
             number = isinstance(node, ast.Constant) and type(node.value) is int
             if not number and not isinstance(node, _ALLOWED):

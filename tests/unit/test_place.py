@@ -292,3 +292,77 @@ def test_what_the_models_own_code_returns_is_whole_for_code_that_did_not_run() -
     with simulated(2):
         apply(model, plan, make_mesh(plan, "cpu"))
         assert float(same_on_all(model(ids, labels=ids)).detach()) == pytest.approx(want, rel=1e-12)
+
+
+class Positioned(nn.Module):
+    """An attention that adds positions to what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + positions
+        q, k, v = (p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Queries(nn.Module):
+    """Learnt positions, which regions and whole values take; the first values are made of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(7, 32))
+        self.first, self.second, self.norm = Positioned(), Positioned(), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions.expand(x.shape[0], -1, -1)
+        y = torch.zeros_like(positions)
+        y = y + self.first(y, positions)
+        y = y + self.second(self.norm(y + x), positions)
+        return self.norm(y + positions)  # type: ignore[no-any-return]
+
+
+def queries() -> Plan:
+    return make_plan(Queries(), world=2, tp=2, example_inputs=X)
+
+
+def test_a_parameter_used_on_shares_and_on_whole_values_enters_as_activations_do() -> None:
+    plan = queries()
+    assert plan.coverage.matmul_flops == 1
+    assert plan.parameters["positions"].grad_sum is None
+    for name in ("first", "second"):
+        assert plan.parameters[f"{name}.q.weight"].tp_dim == 0
+        assert plan.parameters[f"{name}.o.weight"].tp_dim == 1
+    proof = verify(Queries(), plan, example_inputs=X)
+    assert proof.ok, proof
+
+
+def test_a_parameter_that_enters_nowhere_has_a_wrong_gradient() -> None:
+    data = queries().to_dict()
+    assert data["modules"]["first.q"]["inputs"] == {"input": "R->V"}
+    data["modules"]["first.q"] |= {"inputs": {}, "share": {}}
+    proof = verify(Queries(), data, example_inputs=X)
+    assert not proof.ok and "positions" in proof.wrong, proof
+
+
+class Averaging(nn.Module):
+    """An attention of torch's that averages its weights over the heads, which nobody takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.norm = nn.MultiheadAttention(32, 4, batch_first=True), nn.LayerNorm(32)
+        self.probe = nn.Parameter(torch.randn(1, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.attend(self.probe.repeat(x.shape[0], 1, 1), x, x)[0])  # type: ignore[no-any-return]
+
+
+def test_heads_are_cut_first_where_an_average_over_them_is_not_used() -> None:
+    plan = make_plan(Averaging(), world=2, tp=2, example_inputs=X)
+    assert plan.parameters["attend.in_proj_weight"].read == "local"
+    proof = verify(Averaging(), plan, example_inputs=X)
+    assert proof.ok, proof
+    data = plan.to_dict()
+    data["modules"]["attend.out_proj"]["outputs"] = {}
+    assert not verify(Averaging(), data, example_inputs=X).ok

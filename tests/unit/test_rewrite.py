@@ -14,7 +14,22 @@ import pytest
 import rewritten
 import torch
 from models import build
-from rewritten import Conv1D, Eager, Flash, Given, Helped, Inner, Qkv, Relative, Repeated, Shaped, Transposed, from_text
+from rewritten import (
+    Conv1D,
+    Counted,
+    Eager,
+    Flash,
+    Given,
+    Helped,
+    Inner,
+    Qkv,
+    Relative,
+    Repeated,
+    Shaped,
+    Single,
+    Transposed,
+    from_text,
+)
 from simulate import fake_world
 from torch import Tensor, nn
 
@@ -62,6 +77,11 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, int], list[str]]] = {
     "inner": (Inner, {}, ["forward: HEADS -> HEADS // 2"]),
     "repeated": (Repeated, {}, ["forward: HEADS -> HEADS // 2"]),
     "shaped": (Shaped, {}, [SHAPE, SHAPE, "_Shaped__heads: HEADS -> HEADS // 2"]),
+    "single": (
+        Single,
+        {"n_embd": 16},
+        ["forward: q @ k.mT -> convert('R->V', q @ k.mT)", "heads: self.n_embd // self.n_head -> -1"],
+    ),
 }
 
 
@@ -89,11 +109,12 @@ def test_the_report_says_that_the_code_is_rewritten() -> None:
     assert "HEADS -> HEADS // 2" in text
 
 
-@pytest.mark.parametrize("name", ["flash", "helped"])
-def test_a_plan_that_lost_a_rewrite_fails(name: str) -> None:
+@pytest.mark.parametrize(("name", "lost"), [("flash", 0), ("helped", 0), ("single", 1)])
+def test_a_plan_that_lost_a_rewrite_fails(name: str, lost: int) -> None:
     make = RIGHT[name][0]
     data = planned(make()).to_dict()
-    data["modules"][""]["rewrites"] = data["modules"][""]["rewrites"][1:]
+    rewrites = data["modules"][""]["rewrites"]
+    data["modules"][""]["rewrites"] = [*rewrites[:lost], *rewrites[lost + 1 :]]
     assert not autoshard.verify(make(), data, example_inputs=X).ok
 
 
@@ -130,6 +151,15 @@ def test_what_cannot_be_rewritten_is_refused_with_its_line(make: Callable[[], nn
     plan = planned(make())
     assert not changes(plan)
     assert autoshard.verify(make(), plan, example_inputs=X).ok
+
+
+def test_a_size_that_must_be_whole_stops_the_cuts_that_its_attribute_is_set_for() -> None:
+    why = "one argument would have to be two numbers"
+    assert [(r.fqn, why in r.why, "16, needed 32" in r.why) for r in stuck(Counted())] == [("v.weight", True, True)]
+    plan = planned(Counted())
+    assert all(one.tp_dim is not None for one in plan.parameters.values())
+    assert not any("-1" in change for change in changes(plan))
+    assert autoshard.verify(Counted(), plan, example_inputs=X).ok
 
 
 def of_a_rank() -> Flash:
@@ -294,7 +324,7 @@ def test_code_that_reads_otherwise_is_refused(fields: dict[str, Any]) -> None:
         check_attributes(Helped(), changed(**fields))
 
 
-@pytest.mark.parametrize("after", ["print()", "HEADS.bit_length()", "HEADS * 2", "(", "WIDTH // 2"])
+@pytest.mark.parametrize("after", ["print()", "HEADS.bit_length()", "HEADS * 2", "(", "WIDTH // 2", "-HEADS"])
 def test_a_plan_cannot_make_a_model_run_other_code(after: str) -> None:
     data = planned(Helped()).to_dict()
     data["modules"][""]["rewrites"][0]["after"] = after
