@@ -243,6 +243,8 @@ class Boundaries:
         joining = self._others(value, names)
         if made is None or value in flow.returned or joining is None:
             return False
+        if self.texts is not None and self.texts.may_be_passed_by(made, (flow.ops[name] for name in names)):
+            return False
         whole = next((i for i, c in enumerate(self.conversions) if c.value == value and c.kind[-1] == "R"), None)
         source = next(iter(self.ways.returned_by(made)), None)
         if whole is None and source is None and not self._may_join(made):

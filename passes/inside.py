@@ -7,7 +7,7 @@ Where no module boundary can carry a conversion, the text of the argument or cal
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,14 @@ class Inside:
         results: the text of the call that made a value, by value.
         arguments: the text of an argument, by ``(value the call made, value it was given)``.
         copies: the block that was traced, by the name of each that was written out as a copy of it.
+        arms: the arms of branches in which a call made a value, by value, where there are any; see ``Site``.
         straight: modules whose ``forward`` has no branch: it does for any arguments what it did in the trace.
     """
 
     results: Mapping[str, Text]
     arguments: Mapping[tuple[str, str], Text]
     copies: Mapping[str, str]
+    arms: Mapping[str, frozenset[tuple[int, int]]]
     straight: frozenset[str]
 
     def result(self, op: Op) -> Text | None:
@@ -67,6 +69,16 @@ class Inside:
         suffix, block, copy = self._pattern(op)
         key = (op.name.removesuffix(suffix), value.removesuffix(suffix))
         return _moved(self.arguments.get(key), block, copy)
+
+    def may_be_passed_by(self, op: Op, users: Iterable[Op]) -> bool:
+        """Whether another run may come to one of the users without ``op``, which is in an arm of a branch they are not.
+
+        Where a user's text is not known it is taken to be in the same arms.
+        """
+        suffix, _, _ = self._pattern(op)
+        mine = self.arms.get(op.name.removesuffix(suffix), frozenset())
+        known = (user.name.removesuffix(suffix) for user in users)
+        return any(not mine <= self.arms.get(name, frozenset()) for name in known if name in self.results)
 
     def _pattern(self, op: Op) -> tuple[str, str, str]:
         """Return what the names of a copied block's values end with, the block it is a copy of, and its own name."""
@@ -92,6 +104,7 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
     tracker = _Tracker()
     Trace(traced.inputs, tracker=tracker).run(model)
     results: dict[str, Text] = {}
+    arms: dict[str, frozenset[tuple[int, int]]] = {}
     arguments: dict[tuple[str, str], Text] = {}
     twice: set[str] = set()
     torn: set[tuple[str, str]] = set()
@@ -102,6 +115,8 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
         if made in results:
             twice.add(made)  # two calls, one op: which text it was is not clear
         results[made] = _text(site.module, site.function, site.file, site.node)
+        if site.arms:
+            arms[made] = site.arms
         for inner, written in given:
             value = tracker.names.get(inner)
             if value is not None and arguments.setdefault((made, value), written) != written:
@@ -111,7 +126,7 @@ def find_texts(model: nn.Module, traced: Traced) -> Inside:
     for key in torn:
         arguments.pop(key)
     straight = frozenset(fqn for fqn, module in model.named_modules(remove_duplicate=False) if is_straight(module))
-    return Inside(results, arguments, traced.copies, straight)
+    return Inside(results, arguments, traced.copies, arms, straight)
 
 
 def _text(module: str, function: str, file: str, node: Any) -> Text:

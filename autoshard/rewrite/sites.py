@@ -61,6 +61,8 @@ class Site:
         operands: those of an operator, in the order in which torch is given them; none where that is not clear.
         parameters: those of a function written in Python that hands itself over with other arguments by name than it
             was given, ``F.layer_norm`` for one; none of other calls.
+        arms: the arms of branches that it is in, each as line and column of the first statement: another run may not
+            come there.
     """
 
     module: str
@@ -70,6 +72,7 @@ class Site:
     is_function: bool
     operands: tuple[ast.expr, ...] = ()
     parameters: tuple[str, ...] = ()
+    arms: frozenset[tuple[int, int]] = frozenset()
 
     def written(self, count: int, path: tuple[Any, ...]) -> Written | None:
         """Return how an argument is written, or None where that is not clear.
@@ -185,6 +188,7 @@ class Sites:
                     is_function(node, frame),
                     operands(node, frame),
                     parameters(node, frame),
+                    _arms(source_of(function).node, node),
                 )
             )
         return self.known[key]
@@ -300,6 +304,16 @@ def _opcode(frame: FrameType) -> str:
     while place > 0 and dis.opname[code[place]] == "CACHE":
         place -= 2
     return dis.opname[code[place]]
+
+
+def _arms(function: ast.AST, node: ast.expr) -> frozenset[tuple[int, int]]:
+    found = set()
+    for branch in (one for one in ast.walk(function) if isinstance(one, ast.If)):
+        for arm in (arm for arm in (branch.body, branch.orelse) if arm):
+            first, last = (arm[0].lineno, arm[0].col_offset), (arm[-1].end_lineno or 0, arm[-1].end_col_offset or 0)
+            if first <= (node.lineno, node.col_offset) <= last:
+                found.add(first)
+    return frozenset(found)
 
 
 def _bodies(frame: FrameType) -> Iterator[FrameType]:

@@ -155,3 +155,27 @@ def test_a_tensor_taken_twice_is_not_converted_once(kind: type[nn.Module]) -> No
     model = nn.Sequential(nn.Linear(24, 24), nn.Softmax(-1), kind())
     plan = autoshard.plan(model, world=2, tp=2, example_inputs=X)
     assert autoshard.verify(model, plan, example_inputs=X).ok
+
+
+class Masked(Weights):
+    """What enters the region comes through a branch that another run does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = scores = self.before(x).tanh()
+        if mask is not None:
+            scores = scores.view(x.shape) + mask
+            scores = scores.view(x.shape)
+        scores = scores.softmax(-1)
+        return y + (scores @ self.up).relu() @ self.down
+
+
+def test_a_conversion_is_not_in_a_branch_that_another_run_may_pass_by() -> None:
+    model = Masked()
+    plan = autoshard.plan(model, world=2, tp=2, example_inputs=(*X, torch.zeros(2, 5, 24)))
+    assert plan.parameters["up"].tp_dim is not None and plan.parameters["down"].tp_dim is not None
+    assert autoshard.verify(model, plan, example_inputs=(*X, torch.randn(2, 5, 24))).ok
+    assert autoshard.verify(model, plan, example_inputs=X).ok
