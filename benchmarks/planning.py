@@ -20,7 +20,7 @@ from typing import Any
 from page import ROOT, put, table
 
 _EXAMPLE = ROOT / "examples" / "llama3_8b.json"
-_RUNS = 5
+_RUNS = 3
 #: What a process that plans a Hugging Face model cannot do without.
 _BARE = "import torch, transformers"
 #: Llama-3.1-405B, from its config.json on the Hub.
