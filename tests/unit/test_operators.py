@@ -170,7 +170,7 @@ class Masked(Weights):
             scores = scores.view(x.shape) + mask
             scores = scores.view(x.shape)
         scores = scores.softmax(-1)
-        return y + (scores @ self.up).relu() @ self.down
+        return y + (scores @ self.up).relu() @ self.down  # type: ignore[no-any-return]
 
 
 def test_a_conversion_is_not_in_a_branch_that_another_run_may_pass_by() -> None:
