@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from autoshard.ir import Call, Op, Ref
 from autoshard.passes.flow import Flow
 from autoshard.passes.inside import Inside
+from autoshard.passes.outward import Outward
 from autoshard.passes.rules import HOMOGENEOUS, SHAPED
 from autoshard.passes.states import Conversion, Refused, State
-from autoshard.passes.ways import Ways
 
 _ANY = 1 << 30
 _PARTIAL = "its gradient is a partial sum on each rank"
@@ -36,11 +36,11 @@ class Boundaries:
     exits: frozenset[str] = frozenset()
     conversions: list[Conversion] = field(default_factory=list)
     lookups: dict[str, str] = field(default_factory=dict)
-    ways: Ways = field(init=False)
+    out: Outward = field(init=False)
     _done: dict[str, int] = field(default_factory=dict)  # edges of a value when its entry was placed: they only grow
 
     def __post_init__(self) -> None:
-        self.ways = Ways(self.flow)
+        self.out = Outward(self.flow)
 
     # ---- where values leave regions
     def leave(self, op: Op) -> None:
@@ -66,9 +66,9 @@ class Boundaries:
         if op.name in self.exits and (self._leave_into(op) or self._convert_inside(op, op.name, kind, why)):
             flow.states[op.name] = State.R
             return
-        if kind == "P->R" and self.ways.outward(op):
+        if kind == "P->R" and self.out.left_further_out(op):
             return
-        for call, path in self.ways.returned_by(op):
+        for call, path in self.out.returned_by(op):
             if not self._left_to_code(op, call):
                 self._convert(call, "outputs", path, kind, op.name, why)
             elif not self._convert_inside(op, op.name, kind, why):
@@ -98,7 +98,7 @@ class Boundaries:
     def _average(self, op: Op) -> None:
         """Make a mean of the ranks' means right where it is made: it cannot be added to sums."""
         why = "each rank has the mean of its share"
-        found = next(iter(self.ways.returned_by(op)), None)
+        found = next(iter(self.out.returned_by(op)), None)
         if found is not None:
             self._convert(found[0], "outputs", found[1], "A->R", op.name, why)
         elif not self._convert_inside(op, op.name, "A->R", why):
@@ -215,7 +215,7 @@ class Boundaries:
         """Whether a value used in regions only is an argument of the module whose code gives it another rank."""
         flow = self.flow
         made = flow.ops.get(value)
-        if made is None or not made.calls or not self.ways.lays_out(made):
+        if made is None or not made.calls or not self.out.lays_out(made):
             return False
         (given,) = made.refs()
         ranks = {len(flow.factored.single(name)) for name in (value, given)}
@@ -246,7 +246,7 @@ class Boundaries:
         if self.texts is not None and self.texts.may_be_passed_by(made, (flow.ops[name] for name in names)):
             return False
         whole = next((i for i, c in enumerate(self.conversions) if c.value == value and c.kind[-1] == "R"), None)
-        source = next(iter(self.ways.returned_by(made)), None)
+        source = next(iter(self.out.returned_by(made)), None)
         if whole is None and source is None and not self._may_join(made):
             return False
         inside = {value, *(op.name for op in joining)}

@@ -54,8 +54,7 @@ def decides_by(module: nn.Module, handed: frozenset[int | str]) -> bool:
 
 @lru_cache(maxsize=512)
 def _handed_numbers(kind: Any) -> frozenset[int | str]:
-    loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
-    return frozenset(place for loop in loops for place in _handed(loop, _numbers(loop)))
+    return frozenset(place for loop in _loops(kind) for place in _handed(loop, _numbers(loop)))
 
 
 @lru_cache(maxsize=512)
@@ -73,8 +72,7 @@ def _decides_by(kind: Any, handed: frozenset[int | str]) -> bool:
 
 @lru_cache(maxsize=512)
 def _loops_by_number(kind: Any) -> bool:
-    loops = (node for body in _methods(kind) for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
-    return any(_asks(loop, numbers) for loop in loops if (numbers := _numbers(loop)))
+    return any(_asks(loop, numbers) for loop in _loops(kind) if (numbers := _numbers(loop)))
 
 
 @lru_cache(maxsize=512)
@@ -87,6 +85,11 @@ def _attributes_in_branches(kind: Any) -> frozenset[str]:
         for node in ast.walk(part)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
     )
+
+
+def _loops(kind: type[nn.Module]) -> Iterator[ast.For | ast.While]:
+    for body in _methods(kind):
+        yield from (node for node in ast.walk(body) if isinstance(node, (ast.For, ast.While)))
 
 
 def _methods(kind: type[nn.Module]) -> Iterator[ast.FunctionDef]:

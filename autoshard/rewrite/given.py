@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -16,15 +15,8 @@ def is_function(node: ast.expr, frame: FrameType) -> bool:
     """Whether a call is written ``torch.view(x, ...)`` rather than ``x.view(...)``."""
     if not isinstance(node, ast.Call) or isinstance(node.func, ast.Name):
         return True
-    steps: list[str] = []
-    inner: ast.expr = node.func
-    while isinstance(inner, ast.Attribute):
-        steps.append(inner.attr)
-        inner = inner.value
-    if not isinstance(inner, ast.Name):
-        return False
-    variables: Mapping[str, Any] = {**frame.f_globals, **frame.f_locals}
-    return isinstance(variables.get(inner.id), (ModuleType, type))
+    first, _ = _chain(node.func)
+    return isinstance(_variable(first, frame), (ModuleType, type))
 
 
 def operands(node: ast.expr, frame: FrameType) -> tuple[ast.expr, ...]:
@@ -45,18 +37,28 @@ def parameters(node: ast.expr, frame: FrameType) -> tuple[str, ...]:
     """Return the parameters of the function of torch that a call names, if that hands itself over to modes."""
     if not isinstance(node, ast.Call):
         return ()
-    steps: list[str] = []
-    inner: ast.expr = node.func
-    while isinstance(inner, ast.Attribute):
-        steps.append(inner.attr)
-        inner = inner.value
-    held = {**frame.f_globals, **frame.f_locals}.get(inner.id) if isinstance(inner, ast.Name) else None
-    for step in reversed(steps):
+    first, steps = _chain(node.func)
+    held = _variable(first, frame)
+    for step in steps:
         held = vars(held).get(step) if isinstance(held, ModuleType) else None
     if not isinstance(held, FunctionType) or "handle_torch_function" not in held.__code__.co_names:
         return ()
     code = held.__code__
     return code.co_varnames[: code.co_argcount] if not code.co_flags & inspect.CO_VARARGS else ()
+
+
+def _chain(node: ast.expr) -> tuple[ast.expr, list[str]]:
+    """Return what attributes are taken of, and their names in that order: ``torch``, ``[nn, functional, linear]``."""
+    steps: list[str] = []
+    while isinstance(node, ast.Attribute):
+        steps.insert(0, node.attr)
+        node = node.value
+    return node, steps
+
+
+def _variable(node: ast.expr, frame: FrameType) -> Any:
+    """Return what a plain name means in a frame; None for any other expression."""
+    return frame.f_locals.get(node.id, frame.f_globals.get(node.id)) if isinstance(node, ast.Name) else None
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:

@@ -176,7 +176,8 @@ class Sites:
         key = (id(vars(module)), chain, place)
         if key not in self.known:
             name = self.names.get(id(vars(module)))
-            node = _ending(source_of(function), place)
+            source = source_of(function)
+            node = _ending(source, place)
             self.known[key] = (
                 None
                 if node is None or name is None
@@ -188,7 +189,7 @@ class Sites:
                     is_function(node, frame),
                     operands(node, frame),
                     parameters(node, frame),
-                    _arms(source_of(function).node, node),
+                    _arms(source.node, node),
                 )
             )
         return self.known[key]

@@ -12,7 +12,7 @@ from autoshard.passes.states import State
 
 
 @dataclass(frozen=True)
-class Ways:
+class Outward:
     """The ways of values out of the modules that make them."""
 
     flow: Flow
@@ -27,7 +27,7 @@ class Ways:
                 for path in paths:
                     yield call, path
 
-    def outward(self, op: Op) -> bool:
+    def left_further_out(self, op: Op) -> bool:
         """Whether a sum that a module returns is left to one further out, that reshapes it or adds other sums to it.
 
         It costs no more there; several sums are reduced as one, and a stream of tokens has its sequence again.
